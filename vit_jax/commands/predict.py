@@ -318,35 +318,34 @@ def _print(
     for line in lines:
       console.log(line)
       printed += 1
-  except (ValueError, OSError):
-    remaining = images[printed:]
-    faults = _faults(remaining, model.config)
-    if not any(faults) or len(images) == 1:
-      raise
-  else:
     return
-  for fault in filter(None, faults):
+  except (ValueError, OSError):
+    faults, readable = _check_readable(images[printed:], model.config)
+    if not faults or len(images) == 1:
+      raise
+  for fault in faults:
     logging.warning('Skipped: %s', fault)
-  good = [image for image, fault in zip(remaining, faults) if not fault]
-  if good:
-    for line in model.report(good, **options):
+  if readable:
+    for line in model.report(readable, **options):
       console.log(line)
   raise ValueError(
-    f'{len(remaining) - len(good):,} of {len(images):,} images cannot be read, such as '
-    f'{next(filter(None, faults))}: fix or delete the files named above'
+    f'{len(faults):,} of {len(images):,} images cannot be read, such as {faults[0]}: fix '
+    'or delete the files named above'
   )
 
 
-def _faults(
-  images: Sequence[Any], config: 'ml_collections.ConfigDict'
-) -> list[str | None]:
-  """Returns why each image cannot be read, or None."""
+def _check_readable(
+  images: Sequence[str], config: 'ml_collections.ConfigDict'
+) -> tuple[list[str], list[str]]:
+  """Returns why images cannot be read, and the images that can be read."""
   from vit_jax.inference import tables, user_images
 
   source = user_images.for_model(images, config)
   with futures.ThreadPoolExecutor() as pool:
     check = functools.partial(tables.fault, source)
-    return list(pool.map(check, range(source.num_examples)))
+    faults = list(pool.map(check, range(source.num_examples)))
+  readable = [image for image, fault in zip(images, faults) if not fault]
+  return [fault for fault in faults if fault], readable
 
 
 def _split(images: Sequence[str]) -> list[str]:

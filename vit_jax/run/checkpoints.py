@@ -261,13 +261,16 @@ class Checkpoints:
 
     While a reader looks, a run may delete these checkpoints and write others.
     """
-    tried = set()
-    while steps := [x for x in self._agreed_steps() if step in (None, x)]:
-      untried = [x for x in steps if x not in tried]
+    tried: set[int] = set()
+    while True:
+      untried = [x for x in self._agreed_steps() if x not in tried]
+      if step is not None:
+        untried = [x for x in untried if x == step]
       if not untried:
         return
-      tried.add(untried[-1])
-      yield untried[-1]
+      newest = untried[-1]
+      tried.add(newest)
+      yield newest
 
   def _damage(self, path: epath.Path) -> str | None:
     """Returns what is wrong with a checkpoint's files, in any process."""
@@ -315,12 +318,15 @@ class _NewestAndBest:
     if not self.metric:
       return None
     sign = -1 if self.low else 1
-    rated = []
+    rated_steps = []
     for line in metrics_lib.read(self.workdir):
       value = line.get(self.metric, math.nan)
       if line['step'] in steps and math.isfinite(value):
-        rated.append((sign * value, line['step']))
-    return max(rated)[1] if rated else None
+        rated_steps.append((sign * value, line['step']))
+    if not rated_steps:
+      return None
+    _, best_step = max(rated_steps)
+    return best_step
 
 
 def _make_manager(

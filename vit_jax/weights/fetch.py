@@ -63,13 +63,13 @@ def fetch(path: str) -> epath.Path:
     with _named_errors(path), _open(path) as response:
       length = response.headers.get('Content-Length', '')
       _write(response, target, int(length) if length.isdecimal() else None, path)
-  except (FileNotFoundError, PermissionError):
-    if path.startswith('gs://'):
-      # Without access or a library for buckets, the first error counts.
-      with contextlib.suppress(Exception):
-        copy(path, str(target))
-        return target
-    raise
+  except (FileNotFoundError, PermissionError) as e:
+    if not path.startswith('gs://'):
+      raise
+    try:
+      copy(path, str(target))
+    except Exception:  # Without access, or a library for buckets.
+      raise e from None
   return target
 
 

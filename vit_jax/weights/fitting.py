@@ -335,21 +335,20 @@ def _grid(weights: Any) -> tuple[int, int] | None:
 def note_differences(weights: Any, model_config: Any, place: str = 'model') -> None:
   """Warns if the model that the weights were made for computes differently."""
   family = families.from_config(model_config)
-  for key, value in flax.traverse_util.flatten_dict(weights.model).items():
-    if value is None and key[-1] == 'gelu':
+  fields = flax.traverse_util.flatten_dict(weights.model, sep='.')
+  for key, value in fields.items():
+    if value is None and key.rpartition('.')[2] == 'gelu':
       logging.warning(
         'No config specifies the GELU of these weights, or perhaps their number of '
-        f'heads: check {".".join(key)} and num_heads of the model '
-        f'(--config.{place}.{".".join(key)})'
+        f'heads: check {key} and num_heads of the model (--config.{place}.{key})'
       )
   known_fields = families.from_tree(reading.leaves_of(weights)).computes
   for key, file_value, model_value in family.differences(weights.model, model_config):
     # Another pooling is the new model's choice, and so is what only its kind has.
     if key == 'classifier' or key not in known_fields:
       continue
-    if descriptions.as_tuple(file_value) == descriptions.as_tuple(
-      model_value
-    ):  # A list and a tuple.
+    # JSON has lists where a config has tuples.
+    if descriptions.as_tuple(file_value) == descriptions.as_tuple(model_value):
       continue
     logging.warning(
       f'These weights were made for {key.rpartition(".")[2]}={file_value}, this model '

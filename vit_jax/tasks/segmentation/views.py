@@ -12,6 +12,7 @@ Shapes: B images on canvases, Y x X windows.
 """
 
 from collections.abc import Callable, Sequence
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -38,9 +39,9 @@ class View(NamedTuple):
 
   def extent(self, shape: Any) -> Any:
     """Returns the size of a resized image of a shape, int32 [2], as a tensor."""
-    return (
-      tf.constant(self.side) if self.is_whole else resizing.covering(shape, self.side)
-    )
+    if self.is_whole:
+      return tf.constant(self.side)
+    return resizing.covering(shape, self.side)
 
   def counts(self, shapes: np.ndarray) -> tuple[int, int]:
     """Returns how many windows down and across suffice for images of shapes [n, 2]."""
@@ -53,17 +54,16 @@ class View(NamedTuple):
     """Returns how many windows an image of a length needs along an axis."""
     window = self.window[axis]
     if self.stride is None:
-      return -(-length // window)
+      return -(-length // window)  # ceil(length / window)
+    # 1 + ceil((length - window) / stride)
     return 1 - (window - length) // self.stride[axis]
 
   def canvas(self, counts: tuple[int, int]) -> tuple[int, int]:
     """Returns the size of the largest images for which `counts` windows suffice."""
     if self.stride is None:
       return counts[0] * self.window[0], counts[1] * self.window[1]
-    height, width = (
-      window + (count - 1) * stride
-      for window, count, stride in zip(self.window, counts, self.stride)
-    )
+    height = self.window[0] + (counts[0] - 1) * self.stride[0]
+    width = self.window[1] + (counts[1] - 1) * self.stride[1]
     return height, width
 
   def starts(
@@ -113,26 +113,24 @@ def make(
     )
   window = _pair(options.window) or image_size
   stride = _pair(options.stride)
-  if stride and any(step > side for step, side in zip(stride, window)):
+  if stride and (stride[0] > window[0] or stride[1] > window[1]):
     raise ValueError(
       f'stride={options.stride} leaves gaps between windows of {window}: use at most '
       f'{window} (--config.task_options.stride)'
     )
-  most = tuple(_MOST_TIMES * side for side in image_size)
-  if any(side > limit for side, limit in zip(window, most)):
+  largest = _MOST_TIMES * image_size[0], _MOST_TIMES * image_size[1]
+  if window[0] > largest[0] or window[1] > largest[1]:
     raise ValueError(
       f'window={options.window} is more than {_MOST_TIMES} times the {image_size} pixels of '
-      f'training images: use at most {most} (--config.task_options.window)'
+      f'training images: use at most {largest} (--config.task_options.window)'
     )
-  if any(side % cells for side, cells in zip(window, patch)):
+  if window[0] % patch[0] or window[1] % patch[1]:
     raise ValueError(
       f'window={options.window} must be a multiple of the patch size, {patch} '
       '(--config.task_options.window)'
     )
-  return tuple(
-    _view(scale, window, stride, patch, options.window is None)
-    for scale in options.scales
-  )
+  is_whole = options.window is None
+  return tuple(_view(x, window, stride, patch, is_whole) for x in options.scales)
 
 
 def _view(
@@ -143,28 +141,30 @@ def _view(
   is_whole: bool,
 ) -> View:
   """Returns the view of one scale, of whole patches."""
-  sides, windows, strides = [], [], []
-  for axis in (0, 1):
-    num_cells = max(1, round(scale * window[axis] / patch[axis]))
-    side = num_cells * patch[axis]
-    length = side if is_whole else min(side, window[axis])
-    sides.append(side)
-    windows.append(length)
-    if stride is not None:
-      strides.append(max(1, stride[axis] * length // window[axis]))
-  return View(_two(sides), _two(windows), _two(strides) if strides else None, is_whole)
+
+  def scaled_side(axis: int) -> int:
+    num_patches = max(1, round(scale * window[axis] / patch[axis]))
+    return num_patches * patch[axis]
+
+  side = scaled_side(0), scaled_side(1)
+  if is_whole:
+    return View(side, side, None, is_whole)
+  height, width = min(side[0], window[0]), min(side[1], window[1])
+  if stride is not None:
+    down = max(1, stride[0] * height // window[0])
+    across = max(1, stride[1] * width // window[1])
+    stride = down, across
+  return View(side, (height, width), stride, is_whole)
 
 
-def _two(lengths: Sequence[int]) -> tuple[int, int]:
-  height, width = lengths
-  return height, width
-
-
-def _pair(size: Any) -> tuple[int, int] | None:
+def _pair(size: int | Sequence[int] | None) -> tuple[int, int] | None:
   """Returns a size of the options as (height, width)."""
+  if size is None:
+    return None
   if isinstance(size, int):
     return size, size
-  return size and tuple(size)
+  height, width = size
+  return height, width
 
 
 def outputs(
@@ -207,11 +207,9 @@ def outputs(
   flip, row, column = jnp.indices(shape).reshape(3, -1)
   results = jax.lax.map(compute, jnp.stack([row, column, flip], axis=-1))
 
-  def of_flip(number: int) -> Any:
-    def batch_first(x: jax.Array) -> jax.Array:
-      by_flip = x.reshape(*shape, *x.shape[1:])  # [flips, Y, X, B, ...]
-      return jnp.moveaxis(by_flip[number], 2, 0)
+  def by_flip(x: jax.Array) -> jax.Array:
+    x = x.reshape(*shape, *x.shape[1:])  # [flips, Y, X, B, ...]
+    return jnp.moveaxis(x, 3, 1)  # [flips, B, Y, X, ...]
 
-    return jax.tree.map(batch_first, results)
-
-  return [of_flip(number) for number in range(shape[0])]
+  results = jax.tree.map(by_flip, results)
+  return [jax.tree.map(operator.itemgetter(i), results) for i in range(1 + flips)]
