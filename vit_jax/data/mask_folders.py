@@ -99,20 +99,21 @@ def find(root: str, base: str) -> Place | None:
         layout.masks.format(name),
         layout.list.format(name),
       )
-      folders = [os.path.join(root, x) for x in (place.images, place.masks)]
-      if not all(map(tf.io.gfile.isdir, folders)):
-        continue
-      is_listed = not place.list or tf.io.gfile.exists(os.path.join(root, place.list))
-      if is_listed and _has_masks(folders[1], layout):
+      if _exists(root, place):
         return place
   return None
 
 
-def _has_masks(folder: str, layout: Layout) -> bool:
-  """Returns whether a folder has masks with the suffix of a layout."""
-  if not layout.mask_suffix:
-    return True
-  return bool(tf.io.gfile.glob(f'{folder}/*/*{layout.mask_suffix}.png'))
+def _exists(root: str, place: Place) -> bool:
+  """Returns whether a folder has the images, the masks and the list of a place."""
+  image_folder = os.path.join(root, place.images)
+  mask_folder = os.path.join(root, place.masks)
+  if not tf.io.gfile.isdir(image_folder) or not tf.io.gfile.isdir(mask_folder):
+    return False
+  if place.list and not tf.io.gfile.exists(os.path.join(root, place.list)):
+    return False
+  suffix = place.layout.mask_suffix
+  return not suffix or bool(tf.io.gfile.glob(f'{mask_folder}/*/*{suffix}.png'))
 
 
 class MaskedSource(records.FolderSource):
@@ -297,7 +298,7 @@ def _mask_rows(mask_index: index_lib.Index, suffix: str) -> dict[bytes, int]:
   row_of_stem: dict[bytes, int] = {}
   rows = np.arange(len(mask_index))
   for row, name in zip(rows, mask_index.names(rows)):
-    if not _has_suffix(name, suffix):
+    if not os.path.splitext(name)[0].endswith(suffix.encode()):
       continue  # Another file of the data set, such as a picture of the classes.
     stem = _stem(name, suffix)
     if stem in row_of_stem:
@@ -339,10 +340,6 @@ def _warn_of_masks(
     image_files.display(min(without_image)),
     mask_index.top,
   )
-
-
-def _has_suffix(name: bytes, suffix: str) -> bool:
-  return os.path.splitext(name)[0].endswith(suffix.encode())
 
 
 def _stem(name: bytes, suffix: str) -> bytes:
@@ -417,13 +414,9 @@ def _fault(
         fault = (
           f'it has {width} x {height} pixels, and its image {shape[1]} x {shape[0]}'
         )
-        if images.upright_shape_of(image).numpy().tolist() == [height, width]:
-          fault += (
-            ' before it is rotated by its EXIF orientation: store the image upright'
-          )
-        return fault
-  except FileNotFoundError as e:
-    return image_files.first_line(e)
-  except images.decode_errors() as e:
+        if images.upright_shape_of(image).numpy().tolist() != [height, width]:
+          return fault
+        return f'{fault} before it is rotated by its EXIF orientation: store the image upright'
+  except (FileNotFoundError, *images.decode_errors()) as e:
     return image_files.first_line(e)
   return ''

@@ -5,7 +5,7 @@ files, such as folders and broken links.
 """
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 import concurrent.futures
 import datetime
 import functools
@@ -51,59 +51,62 @@ def list_folder(root: str, base: str) -> index_lib.Index:
 
 def _list_folder(root: str, base: str, endings: tuple[bytes, ...]) -> index_lib.Index:
   """Lists the files of a split whose names end with one of `endings`."""
-  pieces = _scan_all(os.fsencode(os.path.join(root, base)), endings)
-  holding = [piece for piece in pieces if piece.num_images]
-  names = b''.join(piece.names for piece in holding)
-  digests = np.frombuffer(b''.join(piece.digests for piece in holding), '>u8')
+  folders = _scan_all(os.fsencode(os.path.join(root, base)), endings)
+  with_images = [folder for folder in folders if folder.num_images]
+  names = b''.join(folder.names for folder in with_images)
+  digests = np.frombuffer(b''.join(folder.digests for folder in with_images), '>u8')
   order = np.lexsort(digests.reshape(-1, 2).T[::-1]).astype(np.uint32)
-  folders = [piece.name for piece in holding]
-  counts = [piece.num_images for piece in holding]
-  return index_lib.Index(root, base, folders, counts, names, order, _facts(pieces))
+  folder_names = [folder.name for folder in with_images]
+  counts = [folder.num_images for folder in with_images]
+  return index_lib.Index(
+    root, base, folder_names, counts, names, order, _facts(folders)
+  )
 
 
-def _scan_all(top: bytes, endings: tuple[bytes, ...]) -> list['_Piece']:
+def _scan_all(top: bytes, endings: tuple[bytes, ...]) -> list['_Folder']:
   """Lists a folder and all folders below it, sorted by name."""
   level = [b'']
-  pieces = []
+  folders = []
   visits: collections.Counter[tuple[int, ...]] = collections.Counter()
   with (
     concurrent.futures.ThreadPoolExecutor(image_files.REMOTE_THREADS) as pool,
     console.bar(desc='Listing images', delay=3, leave=False, unit=' images') as bar,
   ):
     while level:
-      level_pieces = pool.map(functools.partial(_scan, top, endings), level)
+      level_folders = pool.map(functools.partial(_scan, top, endings), level)
       level = []
-      for piece in level_pieces:
-        pieces.append(piece)
-        visits[piece.identity] += bool(piece.identity)
-        if visits[piece.identity] > _MOST_VISITS:
+      for folder in level_folders:
+        folders.append(folder)
+        if folder.identity:
+          visits[folder.identity] += 1
+        if visits[folder.identity] > _MOST_VISITS:
           pool.shutdown(wait=False, cancel_futures=True)
           raise ValueError(
             f"more than {_MOST_VISITS} links in '{image_files.display(top)}' lead to the "
-            f"folder '{image_files.display(piece.name)}': remove links to folders that "
+            f"folder '{image_files.display(folder.name)}': remove links to folders that "
             'contain links'
           )
-        level += piece.inner
-        bar.update(piece.num_images)
-  return sorted(pieces, key=lambda piece: piece.name)
+        level += folder.subfolders
+        bar.update(folder.num_images)
+  return sorted(folders, key=lambda folder: folder.name)
 
 
-def _facts(pieces: Sequence['_Piece']) -> dict[str, Any]:
+def _facts(folders: Sequence['_Folder']) -> dict[str, Any]:
   """Returns the facts of an Index."""
   ignored = []
   bare = []
-  for piece in pieces:
-    ignored += piece.ignored
-    is_class = piece.name and b'/' not in piece.name
-    if is_class and not piece.num_images:
-      bare.append(image_files.display(piece.name))
+  for folder in folders:
+    ignored += folder.ignored
+    is_class = folder.name and b'/' not in folder.name
+    if is_class and not folder.num_images:
+      bare.append(image_files.display(folder.name))
   metadata = []
   for path in map(os.fsdecode, ignored):
     if os.path.basename(path) in METADATA:
       metadata.append(path)
   return {
     'listed': f'{datetime.datetime.now():%Y-%m-%d %H:%M}',
-    'times': {os.fsdecode(piece.name): piece.time for piece in pieces},
+    'times': {os.fsdecode(folder.name): folder.time for folder in folders},
     'endings': list(formats.endings()),
     'ignored': {
       'first': image_files.display(ignored[0]) if ignored else None,
@@ -114,7 +117,7 @@ def _facts(pieces: Sequence['_Piece']) -> dict[str, Any]:
   }
 
 
-class _Piece(NamedTuple):
+class _Folder(NamedTuple):
   """The content of one folder; names are relative to the folder of the split."""
 
   name: bytes
@@ -123,53 +126,49 @@ class _Piece(NamedTuple):
   num_images: int
   names: bytes  # Names of the images, each followed by a zero byte.
   digests: bytes  # Hashes by which images are ordered, 16 bytes each.
-  inner: list[bytes]  # Folders.
+  subfolders: list[bytes]
   ignored: list[bytes]  # Entries that are neither images nor folders.
 
 
-def _scan(top: bytes, endings: tuple[bytes, ...], name: bytes) -> _Piece:
+def _scan(top: bytes, endings: tuple[bytes, ...], name: bytes) -> _Folder:
   """Lists one folder."""
   path = os.path.join(top, name) if name else top
   local = image_files.is_local(path)
-
-  def is_image(name: bytes) -> bool:
-    return name.lower().endswith(endings)
-
   changed = image_files.time_of(path) if local else 0
   if local and time.time() - changed / 1e9 < _TICK:
     changed = -2  # A later change could go unnoticed.
   prefix = name + b'/' if name else b''
 
   def list_entries(path: bytes) -> tuple[list[bytes], list[bytes], list[bytes]]:
-    image_names, inner, ignored = [], [], []
-    entries = _local_entries(path) if local else _remote_entries(path, is_image)
-    for entry, is_file, is_folder, is_link in entries:
-      if entry.startswith(b'.'):
+    image_names, subfolders, ignored = [], [], []
+    entries = _local_entries(path) if local else _remote_entries(path, endings)
+    for entry in entries:
+      entry_path = prefix + entry.name
+      if entry.name.startswith(b'.'):
         continue
-      name = prefix + entry
-      if is_image(entry):
-        if is_file:
-          image_names.append(entry)
+      if _has_ending(entry.name, endings):
+        if entry.is_file:
+          image_names.append(entry.name)
         else:
-          ignored.append(name)
-      elif is_folder and not (is_link and _is_loop(top, name)):
-        inner.append(name)
+          ignored.append(entry_path)
+      elif entry.is_folder and not (entry.is_link and _is_loop(top, entry_path)):
+        subfolders.append(entry_path)
       else:
-        ignored.append(name)
-    return sorted(image_names), sorted(inner), sorted(ignored)
+        ignored.append(entry_path)
+    return sorted(image_names), sorted(subfolders), sorted(ignored)
 
-  image_names, inner, ignored = image_files.retried(path, list_entries)
+  image_names, subfolders, ignored = image_files.retried(path, list_entries)
   digests = []
   for image_name in image_names:
     digests.append(index_lib.hash_name(b'/' + prefix + image_name))
-  return _Piece(
+  return _Folder(
     name=name,
     identity=_identity(path) if local else (),
     time=changed,
     num_images=len(image_names),
     names=b''.join(image_name + b'\0' for image_name in image_names),
     digests=b''.join(digests),
-    inner=inner,
+    subfolders=subfolders,
     ignored=ignored,
   )
 
@@ -183,26 +182,36 @@ def _identity(folder: bytes) -> tuple[int, ...]:
   return status.st_dev, status.st_ino
 
 
-def _local_entries(path: bytes) -> Iterator[tuple[bytes, bool, bool, bool]]:
-  """Yields (name, is file, is folder, is link) of each entry."""
+def _has_ending(name: bytes, endings: tuple[bytes, ...]) -> bool:
+  return name.lower().endswith(endings)
+
+
+class _Entry(NamedTuple):
+  """An entry of a folder."""
+
+  name: bytes
+  is_file: bool
+  is_folder: bool
+  is_link: bool = False
+
+
+def _local_entries(path: bytes) -> Iterator[_Entry]:
   with os.scandir(path) as entries:
     for entry in entries:
       if entry.is_symlink():  # It may lead nowhere, or to itself.
-        yield entry.name, os.path.isfile(entry.path), os.path.isdir(entry.path), True
+        is_file = os.path.isfile(entry.path)
+        yield _Entry(entry.name, is_file, os.path.isdir(entry.path), is_link=True)
       else:
-        yield entry.name, entry.is_file(), entry.is_dir(), False
+        yield _Entry(entry.name, entry.is_file(), entry.is_dir())
 
 
-def _remote_entries(
-  path: bytes, is_image: Callable[[bytes], bool]
-) -> Iterator[tuple[bytes, bool, bool, bool]]:
-  """Yields the same as `_local_entries` for a remote folder."""
+def _remote_entries(path: bytes, endings: tuple[bytes, ...]) -> Iterator[_Entry]:
   for entry in map(os.fsencode, tf.io.gfile.listdir(path)):
     name = entry.rstrip(b'/')
     is_folder = entry.endswith(b'/')
-    if not is_folder and not is_image(name):
+    if not is_folder and not _has_ending(name, endings):
       is_folder = tf.io.gfile.isdir(os.path.join(path, name))
-    yield name, not is_folder, is_folder, False
+    yield _Entry(name, not is_folder, is_folder)
 
 
 def _is_loop(top: bytes, name: bytes) -> bool:
