@@ -51,11 +51,15 @@ class Column(NamedTuple):
   """A column that holds a feature."""
 
   name: str
-  kind: (
-    str  # 'bytes', or a dtype: 'int64', 'float32', 'bool', 'string'; '' if unusable.
-  )
+  # 'bytes', or a dtype: 'int64', 'float32', 'bool', 'string'; '' if unusable.
+  kind: str
   is_list: bool = False  # Whether a row has a list of such values.
   path: str | None = None  # Column of the paths of images whose bytes are null.
+
+  @property
+  def title(self) -> str:
+    """Name of the whole column, of which 'NAME.bytes' is a field."""
+    return self.name.removesuffix('.bytes')
 
 
 class Layout(NamedTuple):
@@ -143,7 +147,7 @@ def find_candidates(schema: 'pa.Schema', where: str) -> dict[str, list[str]]:
   candidates = _candidates(schema, read_class_names(schema, where))
   names = {}
   for feature, columns in candidates.items():
-    names[feature] = [column.name.removesuffix('.bytes') for column in columns]
+    names[feature] = [column.title for column in columns]
   return names
 
 
@@ -164,7 +168,7 @@ def _candidates(
     candidates['image'] = [x for x in image_columns if x not in masks]
   for feature, columns in candidates.items():
     for column in columns:
-      if column.name.removesuffix('.bytes') == feature:
+      if column.title == feature:
         candidates[feature] = [column]
   labels = candidates['label']
   if labels and labels[0].kind not in _LABEL_KINDS:
@@ -176,7 +180,7 @@ def _mask_columns(columns: Sequence[Column]) -> list[Column]:
   """Returns the columns of images that may hold masks, next to one of images."""
   if len(columns) < 2:
     return []
-  columns_by_name = {column.name.removesuffix('.bytes'): column for column in columns}
+  columns_by_name = {column.title: column for column in columns}
   return [columns_by_name[name] for name in _MASK_COLUMNS if name in columns_by_name]
 
 

@@ -139,21 +139,29 @@ def write_labels(
       'lower --config.confidence, or train the teacher longer'
     )
   best = predictions['classes'][confident, 0]
+  rows = balance(best, confidence[confident], request['per_class'], request['seed'])
   arrays = {
     'images': confident.astype(np.int64),
-    **{name: predictions[name][confident] for name in ('classes', 'probabilities')},
-    'rows': balance(best, confidence[confident], request['per_class'], request['seed']),
+    'classes': predictions['classes'][confident],
+    'probabilities': predictions['probabilities'][confident],
+    'rows': rows,
   }
+  counts = {
+    'images': request['images']['num_examples'],
+    'by_class': np.bincount(best, minlength=len(task.class_names)).tolist(),
+    'examples': len(rows),
+  }
+  settings = dict(request)
+  images = settings.pop('images')
   facts = {
-    **{name: request[name] for name in ('dataset', 'split', 'images', 'soft')},
+    'dataset': request['dataset'],
+    'split': request['split'],
+    'images': images,
+    'soft': request['soft'],
     'class_names': list(task.class_names),
     'exclusive': task.exclusive,
-    'settings': {k: v for k, v in request.items() if k != 'images'},
-    'counts': {
-      'images': request['images']['num_examples'],
-      'by_class': np.bincount(best, minlength=len(task.class_names)).tolist(),
-      'examples': len(arrays['rows']),
-    },
+    'settings': settings,
+    'counts': counts,
   }
   pseudo_labels.write(path, arrays, facts)
 

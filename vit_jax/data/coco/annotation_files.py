@@ -156,7 +156,7 @@ def _read(path: str, kind: str, stamp: Any) -> Annotations:
   name = 'panoptic' if kind == 'panoptic' else 'instances'
   requirement = " and the 'segmentation' of each object" if kind == 'outlines' else ''
   content: Any = parse(path, _KINDS[kind], name, requirement)
-  image_ids = _unique(path, 'images', content.images, 'id')
+  image_ids = _unique_ids(path, 'images', content.images)
   categories = _classes(path, content.categories)
   category_ids = np.array([category.id for category in categories], np.int64)
   objects: Sequence[Any] = content.annotations
@@ -166,11 +166,11 @@ def _read(path: str, kind: str, stamp: Any) -> Annotations:
     # The id of a segment is its colour, which segments of other images may share.
     ids = np.array([x.id for x in objects], np.int64)
   else:
-    ids = _unique(path, 'annotations', objects, 'id')
+    ids = _unique_ids(path, 'annotations', objects)
     image = _numbers(path, objects, ids, 'image_id', image_ids, 'images')
-  boxes = np.array([_box(x) for x in objects], np.float64)  # None becomes NaN.
-  boxes = boxes.reshape(-1, 4)
-  area = np.array([x.area for x in objects], np.float64)  # None becomes NaN.
+  # None becomes NaN.
+  boxes = np.array([_box(x) for x in objects], np.float64).reshape(-1, 4)
+  area = np.array([x.area for x in objects], np.float64)
   area = np.where(np.isfinite(area), area, boxes[:, 2] * boxes[:, 3])
   outlines = None
   if kind == 'outlines':
@@ -178,7 +178,7 @@ def _read(path: str, kind: str, stamp: Any) -> Annotations:
   annotations = Annotations(
     path=path,
     image_ids=image_ids,
-    files=_unique(path, 'images', content.images, 'file_name').tolist(),
+    files=_unique(path, 'images', content.images, 'file_name'),
     sizes=np.array([(x.height, x.width) for x in content.images]),
     classes=tuple(category.name for category in categories),
     ids=ids,
@@ -240,7 +240,7 @@ def _classes(path: str, categories: Sequence[_Category]) -> list[_Category]:
   counts = collections.Counter(x.name for x in categories)
   classes = [x for x in categories if x.supercategory != 'none' or counts[x.name] == 1]
   classes.sort(key=lambda category: category.id)
-  _unique(path, 'categories', classes, 'id')
+  _unique_ids(path, 'categories', classes)
   if repeated := records.repeated_names(x.name for x in classes):
     ids = [x.id for x in classes if x.name == repeated[0]]
     console.log(
@@ -255,7 +255,7 @@ def _flat(
 ) -> tuple[list[_Segment], np.ndarray, list[str]]:
   """Returns the segments of all images, the image of each, and the PNGs."""
   rows = content.annotations
-  ids = _unique(path, 'annotations', rows, 'image_id')
+  ids = _unique_ids(path, 'annotations', rows, 'image_id')
   image_of_row = _numbers(path, rows, ids, 'image_id', image_ids, 'images')
   pngs = [''] * len(image_ids)
   for row, image in zip(rows, image_of_row.tolist()):
@@ -273,8 +273,15 @@ def _flat(
   return segments, np.repeat(image_of_row, counts), pngs
 
 
-def _unique(path: str, group: str, items: Sequence[Any], name: str) -> np.ndarray:
-  """Returns the values of a key, [n], which must differ."""
+def _unique_ids(
+  path: str, group: str, items: Sequence[Any], name: str = 'id'
+) -> np.ndarray:
+  """Returns the numbers of a key, int64 [n], which must differ."""
+  return np.array(_unique(path, group, items, name), np.int64)
+
+
+def _unique(path: str, group: str, items: Sequence[Any], name: str) -> list[Any]:
+  """Returns the values of a key, which must differ."""
   values = [getattr(item, name) for item in items]
   repeated = [value for value, n in collections.Counter(values).items() if n > 1]
   if repeated:
@@ -282,7 +289,7 @@ def _unique(path: str, group: str, items: Sequence[Any], name: str) -> np.ndarra
       f"'{path}': several {group} have the same '{name}': {repeated[:SHOWN]}; make "
       'them unique'
     )
-  return np.array(values, object if 'name' in name else np.int64)
+  return values
 
 
 def _numbers(

@@ -13,7 +13,6 @@ import os
 from typing import Any, NamedTuple
 
 from etils import epath
-import ml_collections
 import numpy as np
 
 from vit_jax import console
@@ -93,14 +92,7 @@ class Format(folder_formats.FolderFormat):
     return not has_folders and layout.exists(root, split)
 
   def open(self, request: folder_formats.Request) -> AnnotatedSource:
-    return open_split(
-      request.config,
-      request.root,
-      request.split,
-      request.features,
-      request.class_names,
-      request.workdir,
-    )
+    return _open_split(request)
 
   def list_images(self, root: str, split: str) -> folder_formats.Listing | None:
     if not layout.exists(root, split):
@@ -108,25 +100,19 @@ class Format(folder_formats.FolderFormat):
     return folder_formats.Listing(*open_index(root, split))
 
 
-def open_split(
-  config: ml_collections.ConfigDict,
-  root: str,
-  split: str,
-  features: Sequence[str],
-  class_names: Sequence[str] | None = None,
-  workdir: epath.PathLike | None = None,
-) -> AnnotatedSource:
-  """Opens a split of a folder laid out as in layout.py; see sources.open_split."""
+def _open_split(request: folder_formats.Request) -> AnnotatedSource:
+  """Opens a split of a folder laid out as in layout.py."""
+  config, root, split = request.config, request.root, request.split
   available, kind = _OBJECTS, 'instances'
-  if any(name.startswith('panoptic') for name in features):
+  if any(name.startswith('panoptic') for name in request.features):
     available = _PANOPTIC
     kind = layout.kind_of_segments(root, split)
   origin = f"split '{split}' of folder '{root}'"
-  names = records.resolve(features, available, origin)
-  parts = open_parts(root, split, kind, config.broken_boxes, class_names)
-  paths, usable_rows = _check_images(config, root, split, parts, workdir)
+  names = records.resolve(request.features, available, origin)
+  parts = open_parts(root, split, kind, config.broken_boxes, request.class_names)
+  paths, usable_rows = _check_images(request, parts)
   first = parts[0].annotations
-  classes = first.classes if class_names is None else class_names
+  classes = first.classes if request.class_names is None else request.class_names
   columns = {name: paths.get('image') for name in names}
   for name in columns.keys() - {'image'}:
     column = tf.concat([part.column(name, classes) for part in parts], 0)
@@ -284,22 +270,20 @@ def open_index(
 
 
 def _check_images(
-  config: ml_collections.ConfigDict,
-  root: str,
-  split: str,
-  parts: list[Part],
-  workdir: epath.PathLike | None,
+  request: folder_formats.Request, parts: list[Part]
 ) -> tuple[dict[str, index_lib.Paths], np.ndarray]:
   """Returns the images usable with all their features, by feature, and their numbers."""
   indices, masks = {}, []
   for feature in parts[0].paths:
-    index, broken_reason = open_index(root, split, parts, feature, workdir)
+    index, broken_reason = open_index(
+      request.root, request.split, parts, feature, request.workdir
+    )
     usable = checking.usable(
       [(index, index.order)],
-      f'{root}/{split}',
-      config.broken_images,
-      config.max_image_pixels,
-      workdir=workdir,
+      f'{request.root}/{request.split}',
+      request.config.broken_images,
+      request.config.max_image_pixels,
+      workdir=request.workdir,
       explain=broken_reason,
     )
     [(_, rows)] = usable.parts

@@ -109,17 +109,20 @@ def _rows(source: records.Source, name: str) -> Iterator[np.ndarray]:
   if isinstance(values, tf.Tensor):
     yield from numbers({name: values}, name).numpy().reshape(source.num_examples, -1)
     return
-  indices = tf.data.Dataset.range(source.num_examples).batch(_BATCH)
+  num_examples = source.num_examples
+  indices = tf.data.Dataset.range(num_examples).batch(_BATCH)
   read = no_autograph(source.read)
   data = order.map_batched(source, indices, source.lookup)
-  data = data.map(lambda record: tf.reshape(numbers(read(record), name), [-1]))
+
+  def flat_numbers(record: records.Record) -> 'tf.Tensor':
+    return tf.reshape(numbers(read(record), name), [-1])
 
   def batch_indices(number: int) -> range:
-    return range(source.num_examples)[number * _BATCH :][:_BATCH]
+    start = number * _BATCH
+    return range(start, min(start + _BATCH, num_examples))
 
-  batches: Iterator[Any] = feeding.read(
-    data.ragged_batch(_BATCH), source, batch_indices
-  )
+  data = data.map(flat_numbers).ragged_batch(_BATCH)
+  batches: Iterator[Any] = feeding.read(data, source, batch_indices)
   for batch in batches:
     if isinstance(batch, np.ndarray):  # One number per row.
       yield from batch
