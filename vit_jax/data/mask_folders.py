@@ -403,6 +403,10 @@ def _fault(
   reader: masks.Reader, path: bytes, image_paths: Sequence[bytes], max_pixels: int
 ) -> str:
   """Returns why a mask of some images cannot be used, '' if it can."""
+  read_errors: tuple[type[Exception], ...] = (
+    FileNotFoundError,
+    *images.decode_errors(),
+  )
   try:
     encoded = image_files.read_file(path)
     images.bounded(tf.constant(encoded), tf.constant(max_pixels, tf.int64))
@@ -417,6 +421,6 @@ def _fault(
         if images.upright_shape_of(image).numpy().tolist() != [height, width]:
           return fault
         return f'{fault} before it is rotated by its EXIF orientation: store the image upright'
-  except (FileNotFoundError, *images.decode_errors()) as e:
+  except read_errors as e:
     return image_files.first_line(e)
   return ''

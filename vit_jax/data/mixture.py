@@ -47,8 +47,9 @@ class MixtureSource(records.Source):
     features = [name for name in sources[0].features if name in common]
     names = {k: v for k, v in sources[0].names.items() if k in common}
     counts = [source.num_examples for source in sources]
-    *self.offsets, size = np.cumsum([0, *counts]).tolist()
-    super().__init__(size, features, names)
+    ends = np.cumsum(counts)
+    self.offsets = (ends - counts).tolist()  # Number of each part's first example.
+    super().__init__(int(ends[-1]), features, names)
     self._has_soft = any(_SOFT in source.features for source in sources)
     self.parts = tuple(sources)
     self._shares = _shares([weight for _, weight in pairs])

@@ -78,28 +78,31 @@ class Probe:
     knn: Sequence[int] = (),
     drop_shots: bool = False,
   ):
-    self.task, self.mesh, self.workdir = task, mesh, workdir
+    self.task = task
+    self.mesh = mesh
+    self.workdir = workdir
     self.shots = tuple(shots)
     self._fit = fit
     dataset, train, test = splits
-
     self.extractor = features.Extractor(task, mesh, layers, pp)
     options: dict[str, Any] = dict(dataset=dataset, workdir=workdir)
     self.train = sources.open_split(task.config, train, **options).evaluated
     self.test = sources.open_split(task.config, test, **options).evaluated
     self.class_names = self.train.class_names
     self._numbers = class_numbers(self.test.class_names, self.class_names)
-    self._chosen = []
-    if shots or knn:
-      labels = features.read_labels(task.config, mesh, self.train)
-      _check_neighbours(knn, labels)
+    # Numbers of training images of each seed, int64 [classes, most shots].
+    self._draws: list[np.ndarray] = []
+    if not shots and not knn:
+      return
+    labels = features.read_labels(task.config, mesh, self.train)
+    _check_neighbours(knn, labels)
     if drop_shots:
       self.shots = _fitting(self.shots, labels, self.class_names)
     if self.shots:
       most = max(self.shots)
       for seed in seeds:
-        rows = choose(labels, self.class_names, most, seed, skip_empty)
-        self._chosen.append(rows)
+        draw = choose(labels, self.class_names, most, seed, skip_empty)
+        self._draws.append(draw)
 
   def extract(
     self,
@@ -118,7 +121,7 @@ class Probe:
       stop: see features.Extractor.run.
     """
     extractor = self.extractor
-    rows = None if all_images else np.unique(self._chosen)
+    rows = None if all_images else np.unique(self._draws)
     train = extractor.run(self.train, params, extra, rows, stop)
     test = extractor.run(self.test, params, extra, stop=stop)
     test = test._replace(labels=self._numbers[test.labels])
@@ -128,24 +131,26 @@ class Probe:
 
   def accuracies(self, extracted: 'Extracted') -> dict[str, dict[int, list[float]]]:
     """Returns the accuracy for each seed, by layer and number of shots."""
+    probes = list(itertools.product(extracted.train, self.shots, self._draws))
 
-    def solve() -> list:
-      tasks = [*itertools.product(extracted.train, self.shots, self._chosen)]
+    def solve() -> list[float]:
       results = []
       with console.bar(
-        iterable=tasks, desc='Few-shot probes', delay=3, leave=False
+        iterable=probes, desc='Few-shot probes', delay=3, leave=False
       ) as bar:
-        for layer, count, draw in bar:
-          rows = np.searchsorted(extracted.rows, draw[:, :count]).reshape(-1)
+        for layer, shots, draw in bar:
+          rows = np.searchsorted(extracted.rows, draw[:, :shots]).reshape(-1)
           model = self._fit(extracted.train[layer].take(rows))
           test = extracted.test[layer]
           results.append(test.accuracy(model.predict(test.values)))
-      return np.reshape(results, (-1, len(self.shots), len(self._chosen))).tolist()
+      return results
 
-    by_layer = processes.from_first('solving the few-shot probes', solve)
-    accuracies = {}
-    for layer, by_shots in zip(extracted.train, by_layer, strict=True):
-      accuracies[layer] = dict(zip(self.shots, by_shots))
+    accuracies: dict[str, dict[int, list[float]]] = {}
+    for layer in extracted.train:
+      accuracies[layer] = {shots: [] for shots in self.shots}
+    results = processes.from_first('solving the few-shot probes', solve)
+    for (layer, shots, _), accuracy in zip(probes, results, strict=True):
+      accuracies[layer][shots].append(accuracy)
     return accuracies
 
   def linear(self, extracted: 'Extracted') -> dict[str, solvers.Result]:
@@ -191,20 +196,20 @@ class Extracted(NamedTuple):
 def class_numbers(test_names: Sequence[str], train_names: Sequence[str]) -> np.ndarray:
   """Returns the numbers in training of the test split's classes, then -1."""
   if tuple(test_names) == tuple(train_names):
-    return np.array([*range(len(train_names)), -1])
-  numbers = {name: i for i, name in enumerate(train_names)}
-  unknown = [name for name in test_names if name not in numbers]
+    return np.append(np.arange(len(train_names)), -1)
   if repeated := records.repeated_names(train_names):
     raise ValueError(
       f"several classes of the probe's training split are named '{repeated[0]}', and "
       'its test split lists other classes, or in another order: rename them'
     )
+  numbers = {name: i for i, name in enumerate(train_names)}
+  unknown = [name for name in test_names if name not in numbers]
   if unknown:
     raise ValueError(
       f'classes {unknown[:10]} of the test split are not in the training split of '
       'the probe: add images of them there, or remove them from the test split'
     )
-  return np.array([*(numbers[name] for name in test_names), -1])
+  return np.array([numbers[name] for name in test_names] + [-1])
 
 
 def _fitting(
@@ -212,14 +217,15 @@ def _fitting(
 ) -> tuple[int, ...]:
   """Returns the shots that the smallest class has; prints the others."""
   sizes = np.bincount(labels[labels >= 0], minlength=len(class_names))
-  fitting = tuple(n for n in shots if n <= sizes.min())
-  if len(fitting) < len(shots):
-    images = console.pluralize(int(sizes.min()), 'training image')
+  least = int(sizes.min())
+  dropped = [str(n) for n in shots if n > least]
+  if dropped:
+    images = console.pluralize(least, 'training image')
     console.log(
       f"Class '{class_names[sizes.argmin()]}' has only {images}: no probes with "
-      f'{", ".join(str(n) for n in shots if n not in fitting)} shots.'
+      f'{", ".join(dropped)} shots.'
     )
-  return fitting
+  return tuple(n for n in shots if n <= least)
 
 
 def _check_neighbours(counts: Sequence[int], labels: np.ndarray) -> None:
@@ -473,21 +479,23 @@ def write(path: epath.Path, content: dict, by_layer: Accuracies | None = None) -
   Process 0 writes. Without matplotlib, the plot is left out.
   """
 
-  def do() -> None:
+  def write_files() -> None:
     files.write(path, json.dumps(content, indent=1) + '\n')
-    if not by_layer:
-      return
-    best = best_layer(by_layer)
-    layers = [x for name, x in by_layer.items() if name != features.PIXELS]
-    curves = {'layers': (range(len(layers)), 100 * np.array(layers))}
-    if features.PIXELS in by_layer:  # A horizontal line.
-      pixels = 100 * np.array([by_layer[features.PIXELS]] * 2)
-      curves['raw pixels'] = ((0, len(layers) - 1), pixels)
-    title = (
-      f'Linear probes: {best.replace("_", " ")} is best, '
-      f'{100 * np.mean(by_layer[best]):.1f} %'
-    )
-    labels = ('layer, from the input on', 'accuracy (%)', title)
-    drawing.to_file(studies.curves, curves, *labels, path=path.with_suffix('.png'))
+    if by_layer:
+      _plot(path.with_suffix('.png'), by_layer)
 
-  processes.from_first('writing the probes', do)
+  processes.from_first('writing the probes', write_files)
+
+
+def _plot(path: epath.Path, by_layer: Accuracies) -> None:
+  """Plots the accuracy by layer; that of the pixels is a horizontal line."""
+  layers = [x for name, x in by_layer.items() if name != features.PIXELS]
+  curves = {'layers': (range(len(layers)), 100 * np.array(layers))}
+  if features.PIXELS in by_layer:
+    pixels = 100 * np.array([by_layer[features.PIXELS]] * 2)
+    curves['raw pixels'] = ((0, len(layers) - 1), pixels)
+  best = best_layer(by_layer)
+  accuracy = 100 * np.mean(by_layer[best])
+  title = f'Linear probes: {best.replace("_", " ")} is best, {accuracy:.1f} %'
+  labels = ('layer, from the input on', 'accuracy (%)', title)
+  drawing.to_file(studies.curves, curves, *labels, path=path)

@@ -269,12 +269,9 @@ def write(
       )
       return
     num_broken = processes.from_first('finishing the table', table.finish)
-  is_new = computed or not _is_folder(out)
-  summary = (
-    f"'{out}': {count:,} images"
-    if is_new
-    else (f"'{out}' is complete: {count:,} images")
-  )
+  was_complete = _is_folder(out) and not computed
+  state = ' is complete' if was_complete else ''
+  summary = f"'{out}'{state}: {count:,} images"
   if num_broken:
     summary += f', {num_broken:,} of them broken (see the column error)'
   if rate:

@@ -124,18 +124,18 @@ class TextTransformer(nn.Module):
   def _positions(self, tokens: int) -> Float[Array, '1 {tokens} D']:
     """Returns position embeddings for a number of tokens."""
     name = 'pos_embedding'
-    have = self.get_variable('params', name)
-    have = tokens if have is None else have.shape[1]
+    stored = self.get_variable('params', name)
+    num_positions = tokens if stored is None else stored.shape[1]
     # The embedding of a text without its last tokens is defined only where the
     # tokens after its end change nothing.
-    if tokens != have and not (self.causal and tokens < have):
+    if tokens > num_positions or (tokens < num_positions and not self.causal):
       raise ValueError(
-        f'tokens has {tokens} tokens per text, but the model has {have} positions: '
+        f'tokens has {tokens} tokens per text, but the model has {num_positions} positions: '
         'make texts of that length (max_len of the tokenizer, '
         'config.model.pp.max_len)'
       )
     init = nn.initializers.normal(self.width**-0.5)
-    table = self.param(name, init, (1, have, self.width), self.param_dtype)
+    table = self.param(name, init, (1, num_positions, self.width), self.param_dtype)
     return table[:, :tokens]
 
 
