@@ -712,7 +712,7 @@ def test_segments_match_the_picture_of_the_command(demo, tmp_path):
   pixels = segment_test.COLOURS[segment_test.make_classes()].astype(np.uint8)
   photo, path = photo_of(demo, tmp_path, pixels)
   show, [threshold], (_, picture, words) = page_of(model)
-  assert threshold.value == model.LEAST
+  assert threshold.value == model.MIN_SCORE
   found = show(photo, 0.85)
   assert found[words] == '4 segments with a score of at least 85 %'
   # The command enlarges the map; the page computes it at the picture's size.

@@ -27,12 +27,12 @@ class Detector(predictor_lib.Predictor):
   """Detects the objects of images."""
 
   PIXELS = 2**22  # Largest number of pixels in a batch of several images.
-  WHAT = 'object'
-  LEAST = THRESHOLD
+  NOUN = 'object'
+  MIN_SCORE = THRESHOLD
   TYPES = {'classes': [str], 'scores': [float], 'boxes': [(float, 4)]}  # noqa: RUF012
 
   def _inputs_to_keep(self) -> tuple[str, ...]:
-    """Returns the inputs that `make` reads."""
+    """Returns the inputs that `postprocess` reads."""
     return ('size',)
 
   def batch_size(self, part: input_pipeline.Part) -> int:
@@ -61,8 +61,8 @@ class Detector(predictor_lib.Predictor):
       For each image a list of (class name, score, (x0, y0, x1, y1)), most
       confident first; the box is in pixels of the original image.
     """
-    make = functools.partial(Detector.make, self)
-    results = self._find(images, threshold, image_size, make)
+    boxes = functools.partial(Detector.postprocess, self)
+    results = self._predict_all(images, threshold, image_size, boxes)
     return [objects for _, objects in results]
 
   def segment(
@@ -78,24 +78,24 @@ class Detector(predictor_lib.Predictor):
       f'{self.origin or "WORKDIR"}, or use `detect`'
     )
 
-  def _find(
+  def _predict_all(
     self,
     images: Sequence[Any],
     threshold: float | None,
     image_size: int | tuple[int, int] | None,
-    make: Callable[..., Any],
+    postprocess: Callable[..., Any],
   ) -> list:
-    """Returns the result of `make`, such as Detector.make, for each image."""
+    """Returns the result of `postprocess` for each image."""
     columns = self._columns(threshold=threshold, image_size=image_size)
-    threshold = self.LEAST if threshold is None else threshold
+    threshold = self.MIN_SCORE if threshold is None else threshold
     results = {}
     for number, inputs, outputs in self.stream(
       images, keep=columns.keep, parts=columns.parts
     ):
-      results[number] = make(inputs, outputs, threshold)
+      results[number] = postprocess(inputs, outputs, threshold)
     return [results[number] for number in range(len(images))]
 
-  def make(
+  def postprocess(
     self, inputs: Mapping[str, np.ndarray], outputs: Any, threshold: float
   ) -> tuple[Any, list]:
     """Returns None and the objects of one image, see `detect`."""
@@ -128,18 +128,18 @@ class Detector(predictor_lib.Predictor):
     threshold: float | None = None,
     image_size: int | tuple[int, int] | None = None,
   ) -> tables.Columns:
-    threshold = self.LEAST if threshold is None else threshold
+    threshold = self.MIN_SCORE if threshold is None else threshold
     schema.check('threshold', threshold, schema.Probability, '--')
     schema.check('image_size', image_size, schema.Size | None, '--')
 
     def row(inputs: Mapping[str, np.ndarray], outputs: Any) -> dict[str, Any]:
-      return self._row(*self.make(inputs, outputs, threshold))
+      return self._row(*self.postprocess(inputs, outputs, threshold))
 
     parts = functools.partial(self.task.parts_at, image_size=image_size)
     return tables.Columns(self.TYPES, row, keep=self._inputs_to_keep(), parts=parts)
 
-  def _row(self, shapes: Any, predictions: Sequence[tuple]) -> dict[str, Any]:
-    """Returns the row of a table for the result of `make`."""
+  def _row(self, regions: Any, predictions: Sequence[tuple]) -> dict[str, Any]:
+    """Returns the row of a table for the result of `postprocess`."""
     columns = zip(*predictions) if predictions else [()] * len(self.TYPES)
     return dict(zip(self.TYPES, columns))
 
@@ -157,21 +157,21 @@ class Detector(predictor_lib.Predictor):
     image_size: int | tuple[int, int] | None = None,
   ) -> Iterable[str]:
     """Returns the predictions as lines; draws them if `out` is a path."""
-    threshold = self.LEAST if threshold is None else threshold
-    results = self._find(images, threshold, image_size, self.make)
+    threshold = self.MIN_SCORE if threshold is None else threshold
+    results = self._predict_all(images, threshold, image_size, self.postprocess)
     lines, pictures = [], []
-    for path, (numbers, predictions) in zip(images, results):
+    for path, (regions, predictions) in zip(images, results):
       lines.append(path)
       for name, score, *details in predictions:
         lines.append(f'  {100 * score:6.2f} %  {name}  {self._describe(*details)}')
       if not predictions:
         lines.append(
-          f'  no {self.WHAT} with a score of at least {100 * threshold:g} % (lower it: '
+          f'  no {self.NOUN} with a score of at least {100 * threshold:g} % (lower it: '
           '--threshold)'
         )
       if out is not None:
         image = preprocess.from_user(path, images_lib.decode).numpy()
-        pictures.append(self.draw(image, numbers, predictions))
+        pictures.append(self.draw(image, regions, predictions))
     if pictures:
       overlays.save(pictures, out)
       lines.append(f'picture: {out}')
@@ -183,9 +183,9 @@ class Detector(predictor_lib.Predictor):
     return ' '.join(f'{value:.0f}' for value in box)
 
   def draw(
-    self, image: np.ndarray, numbers: Any, objects: Sequence[tuple]
+    self, image: np.ndarray, regions: Any, objects: Sequence[tuple]
   ) -> np.ndarray:
-    """Draws what `make` returns on an image, uint8 [H, W, 3]."""
+    """Draws what `postprocess` returns on an image, uint8 [H, W, 3]."""
     names = [f'{name} {100 * score:.0f}' for name, score, _ in objects]
     return overlays.draw(image, [box for *_, box in objects], names)
 
@@ -200,8 +200,8 @@ class Segmenter(Detector):
   """Finds the segments of images."""
 
   BATCH = 8  # Masks of all queries of many images take much memory.
-  WHAT = 'segment'
-  LEAST = segments_lib.THRESHOLD
+  NOUN = 'segment'
+  MIN_SCORE = segments_lib.THRESHOLD
   TYPES = {  # noqa: RUF012
     'classes': [str],
     'scores': [float],
@@ -226,7 +226,7 @@ class Segmenter(Detector):
 
     Args:
       images, image_size: see `detect`, also for errors.
-      threshold: minimum score of a segment, from 0 to 1; None: the model's LEAST.
+      threshold: minimum score of a segment, from 0 to 1; None: the model's MIN_SCORE.
 
     Returns:
       For each image (map, segments). The map, int32 [height, width] of the
@@ -234,9 +234,9 @@ class Segmenter(Detector):
       for pixels of none. The segments 1, 2, ... are (class name, score, whether it
       is a thing, area in pixels).
     """
-    return self._find(images, threshold, image_size, self.make)
+    return self._predict_all(images, threshold, image_size, self.postprocess)
 
-  def make(
+  def postprocess(
     self, inputs: Mapping[str, np.ndarray], outputs: Any, threshold: float
   ) -> tuple[np.ndarray, list]:
     """Returns the map and the segments of one image, see `segment`."""
@@ -265,17 +265,17 @@ class Segmenter(Detector):
       )
     return dict(flags)
 
-  def _row(self, shapes: Any, predictions: Sequence[tuple]) -> dict[str, Any]:
+  def _row(self, regions: Any, predictions: Sequence[tuple]) -> dict[str, Any]:
     """Returns the row of a table; masks are COCO's compressed run lengths."""
     boxes, masks = [], []
-    for mask in self._masks(shapes, len(predictions)):
+    for mask in self._masks(regions, len(predictions)):
       boxes.append(segmentations.box(mask))
       masks.append(segmentations.encode(mask))
-    row = super()._row(shapes, predictions)
-    return {**row, 'boxes': boxes, 'masks': masks, 'size': shapes.shape[-2:]}
+    row = super()._row(regions, predictions)
+    return {**row, 'boxes': boxes, 'masks': masks, 'size': regions.shape[-2:]}
 
   def _masks(self, numbers: np.ndarray, count: int) -> Iterator[np.ndarray]:
-    """Yields the mask, bool [H, W], of each prediction of `make`."""
+    """Yields the mask, bool [H, W], of each prediction of `postprocess`."""
     for number in range(1, count + 1):
       yield numbers == number
 
@@ -286,7 +286,7 @@ class Segmenter(Detector):
   def draw(
     self, image: np.ndarray, numbers: np.ndarray, segments: Sequence[tuple]
   ) -> np.ndarray:
-    """Draws what `make` returns for this size of an image, uint8 [H, W, 3]."""
+    """Draws what `postprocess` returns for this size of an image, uint8 [H, W, 3]."""
     return overlays.overlay(image, numbers, [name for name, *_ in segments])
 
   def page(self) -> tuple[Callable[..., dict], list, list]:

@@ -43,12 +43,12 @@ def detection_page(model: Any) -> Page:
     del fields['encoder']  # It takes much memory.
     return fields
 
-  def make(
+  def list_objects(
     inputs: Mapping[str, Any], outputs: Mapping[str, Any], min_score: float
   ) -> tuple[None, list]:
     return None, model.objects(inputs, outputs, min_score)
 
-  (show, inputs, outputs), components = _page(model, compute, make)
+  (show, inputs, outputs), components = _page(model, compute, list_objects)
   attention = demo.picture('Attention of the box that you click')
 
   def click(
@@ -76,28 +76,28 @@ def detection_page(model: Any) -> Page:
 
 def segmentation_page(model: Any, instances: Any = None) -> Page:
   """Shows segments above a score, or the instances of another predictor."""
-  page, _ = _page(model, None, model.make, instances)
+  page, _ = _page(model, None, model.postprocess, instances)
   return page
 
 
 def _page(
   model: Any,
   compute: Callable | None,
-  make: Callable[..., tuple[Any, list]],
+  postprocess: Callable[..., tuple[Any, list]],
   instances: Any = None,
 ) -> tuple[Page, _Components]:
   """Shows the predictions above a score that the visitor chooses.
 
-  For `compute` see Predictor.stream, for `make` Detector.make. With a predictor of
+  For `compute` see Predictor.stream, for `postprocess` Detector.postprocess. With a predictor of
   instances, the visitor chooses between segments and instances.
   """
-  noun = model.WHAT
+  noun = model.NOUN
   threshold = gr.Slider(
-    0, 1, model.LEAST, step=0.01, label=f'Minimum score of the {noun}s'
+    0, 1, model.MIN_SCORE, step=0.01, label=f'Minimum score of the {noun}s'
   )
   controls: list[Any] = [threshold]
   if instances is not None:
-    nouns = [f'{x.WHAT}s' for x in (model, instances)]
+    nouns = [f'{noun}s', f'{instances.NOUN}s']
     controls.append(gr.Radio(nouns, value=nouns[0], label='What to show'))
   summary = gr.Markdown()
   picture = demo.picture(f'{noun}s'.capitalize(), enlarged=False)
@@ -106,17 +106,17 @@ def _page(
   def draw(result: _Result | None, min_score: float, choice: str = '') -> dict:
     if not result:
       return {picture: None, summary: ''}
-    view, make_view = model, make
-    if instances is not None and choice.startswith(instances.WHAT):
+    view, view_postprocess = model, postprocess
+    if instances is not None and choice.startswith(instances.NOUN):
       view = instances
-      make_view = instances.make
-    shapes, predictions = make_view(result.inputs, result.outputs, min_score)
+      view_postprocess = instances.postprocess
+    regions, predictions = view_postprocess(result.inputs, result.outputs, min_score)
     ending = '' if len(predictions) == 1 else 's'
     text = (
-      f'{len(predictions)} {view.WHAT}{ending} with a score of at least '
+      f'{len(predictions)} {view.NOUN}{ending} with a score of at least '
       f'{100 * min_score:g} %'
     )
-    return {picture: view.draw(result.pixels, shapes, predictions), summary: text}
+    return {picture: view.draw(result.pixels, regions, predictions), summary: text}
 
   def show(photo: demo.Photo, *values: Any) -> dict:
     columns = model.columns()

@@ -19,7 +19,7 @@ Instance = tuple[str, float, tuple[float, float, float, float], int]
 class Segmenter(detectors.Segmenter):
   """Finds the segments of images, or the instances of things."""
 
-  LEAST = postprocess.THRESHOLD
+  MIN_SCORE = postprocess.THRESHOLD
 
   def instances(
     self,
@@ -76,8 +76,8 @@ class Segmenter(detectors.Segmenter):
 class _Instances(detectors.Segmenter):
   """Finds the instances of things."""
 
-  WHAT = 'instance'
-  LEAST = postprocess.THRESHOLD
+  NOUN = 'instance'
+  MIN_SCORE = postprocess.THRESHOLD
   TYPES = {  # noqa: RUF012
     'classes': [str],
     'scores': [float],
@@ -87,7 +87,7 @@ class _Instances(detectors.Segmenter):
     'size': (int, 2),
   }
 
-  def make(
+  def postprocess(
     self, inputs: Mapping[str, np.ndarray], outputs: Any, threshold: float
   ) -> tuple[np.ndarray, list]:
     """Returns masks and instances of one image, see Segmenter.instances."""
