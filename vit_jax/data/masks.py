@@ -97,9 +97,10 @@ def classes_for(
         f'{_EXAMPLE}, or change --config.task_options.classes'
       )
     return _read_classes_file(path)
-  if root is None or (names and not tf.io.gfile.exists(os.path.join(root, CLASSES))):
-    if names:
-      return numbered(names)
+  has_file = root is not None and tf.io.gfile.exists(os.path.join(root, CLASSES))
+  if names and not has_file:
+    return numbered(names)
+  if root is None:
     raise ValueError(
       'the data do not name the classes of the pixels: write their names to a file, as in '
       f'{_EXAMPLE}, and pass it (--config.task_options.classes=FILE)'

@@ -15,6 +15,7 @@ vit_jax/data/row_groups.py.
 
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
+import functools
 import json
 import os
 import re
@@ -120,13 +121,11 @@ def open_split(
 
   def read_columns(base: str) -> arrow.FoldColumns:
     paths = _find_complete(root, base)
-    footers = dict(zip(paths, shards.map_files(_read_footer, paths, 'Reading footers')))
-    layout = _common_layout(footers)
-    return arrow.FoldColumns(
-      sum(footer.num_rows for footer in footers.values()),
-      layout.columns,
-      lambda name: _read_column(paths, name),
-    )
+    footers = shards.map_files(_read_footer, paths, 'Reading footers')
+    layout = _common_layout(dict(zip(paths, footers)))
+    num_rows = sum(footer.num_rows for footer in footers)
+    read_column = functools.partial(_read_column, paths)
+    return arrow.FoldColumns(num_rows, layout.columns, read_column)
 
   return arrow.open_with_folds(split, open_whole, read_columns)
 

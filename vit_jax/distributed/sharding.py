@@ -385,21 +385,21 @@ def tree_shardings(tree: Any, rules: Rules, mesh: jax.sharding.Mesh) -> Any:
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     shapes[path_name(path)] = leaf.shape
 
-  def leaf_sharding(path: KeyPath, leaf: Any, number: int) -> NamedSharding:
+  def leaf_sharding(path: KeyPath, leaf: Any, rule_number: int) -> NamedSharding:
     name = path_name(path)
-    shape, reduced = _factored(name, leaf.shape, shapes)
+    shape, reduced_axis = _factored(name, leaf.shape, shapes)
     if shape is None:
       return replicated(mesh)
-    if number < 0 or not shape:
-      unreduced = NamedSharding(mesh, _default_spec(name, shape, mesh))
+    if rule_number < 0 or not shape:
+      sharding = NamedSharding(mesh, _default_spec(name, shape, mesh))
     else:
-      regex, rule = rules[number]
-      unreduced = _sharding_by_rule(name, shape, regex, rule, mesh)
-    if reduced is None:
-      return unreduced
-    spec = list(unreduced.spec)
+      regex, rule = rules[rule_number]
+      sharding = _sharding_by_rule(name, shape, regex, rule, mesh)
+    if reduced_axis is None:
+      return sharding
+    spec = list(sharding.spec)
     spec += [None] * (len(shape) - len(spec))
-    del spec[reduced]
+    del spec[reduced_axis]
     return NamedSharding(mesh, P(*spec))
 
   numbers = first_matches('sharding_rules', rules, tree)
@@ -409,7 +409,7 @@ def tree_shardings(tree: Any, rules: Rules, mesh: jax.sharding.Mesh) -> Any:
 def _factored(
   name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[tuple[int, ...] | None, int | None]:
-  """Returns the shape that a leaf is split by, and the dimension it lacks.
+  """Returns the shape that a leaf is split by, and the axis it lacks, if any.
 
   The shape is None for the placeholders of optax.scale_by_factored_rms.
   """
@@ -421,8 +421,8 @@ def _factored(
     return shape, None
   if shape == (1,):
     return None, None
-  reduced = -1 if factor[1] == 'v_row' else -2
-  return param_shape, int(np.argsort(param_shape)[reduced])
+  axes = np.argsort(param_shape).tolist()  # Adafactor factors the two largest.
+  return param_shape, axes[-1] if factor[1] == 'v_row' else axes[-2]
 
 
 def first_matches(key: str, rules: Rules, tree: Any) -> Any:

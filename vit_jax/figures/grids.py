@@ -68,20 +68,21 @@ def grid(
   shrinks = height < images.shape[1]
   method = Image.Resampling.BOX if shrinks else Image.Resampling.NEAREST
   images = _resized(images, height, width, method)
-  letters = width // _LETTER
+  line_length = width // _LETTER
   texts = []
   for caption in captions:
-    texts.append(drawing.wrapped(caption.text, letters, _MOST_LINES).split('\n'))
-  lines = max(map(len, texts), default=0)
+    text = drawing.wrapped(caption.text, line_length, _MOST_LINES)
+    texts.append(text.split('\n'))
+  num_lines = max(map(len, texts), default=0)
   top = _TITLE if titles else _GAP
   across = width + _GAP
-  down = height + _GAP + lines * _LINE
+  down = height + _GAP + num_lines * _LINE
   rows = math.ceil(len(images) / columns)
   size = (rows * down + top, columns * across + _GAP, 3)
   canvas = np.full(size, 255, np.uint8)
-  written = []
+  labels = []  # (x, baseline, text, colour).
   for i, title in enumerate(titles):
-    written.append((_GAP + i * across, top - 6, title[:letters], 'black'))
+    labels.append((_GAP + i * across, top - 6, title[:line_length], 'black'))
   for i, image in enumerate(images):
     row, column = divmod(i, columns)
     x, y = _GAP + column * across, top + row * down
@@ -89,8 +90,8 @@ def grid(
     if captions:
       for number, line in enumerate(texts[i], 1):
         baseline = y + height + number * _LINE - 2
-        written.append((x, baseline, line, captions[i].color))
-  return drawing.write(canvas, written, _FONT_SIZE) if written else canvas
+        labels.append((x, baseline, line, captions[i].color))
+  return drawing.write(canvas, labels, _FONT_SIZE) if labels else canvas
 
 
 def side_by_side(

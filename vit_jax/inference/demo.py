@@ -207,8 +207,8 @@ def _make_page(
   config = model.config
   has_channels = config.pp.range is not None
   description = ' · '.join(f'{k}: {v}' for k, v in facts.items())
+  heading = f'<h1>{html.escape(title)}</h1>{html.escape(description)}'
   with gr.Blocks(title=title, analytics_enabled=False) as page:
-    heading = f'<h1>{html.escape(title)}</h1>{html.escape(description)}'
     gr.HTML(heading, elem_id='heading')
     with gr.Row(elem_id='columns'):
       with gr.Column(elem_id='photo'):
@@ -218,6 +218,7 @@ def _make_page(
         example = gr.Examples(examples, upload, label='Examples', elem_id='examples')
       with gr.Column():
         show, inputs, outputs = model.page()
+    all_outputs = [*outputs, false_colour] if has_channels else outputs
 
     def update(file: Any, *values: Any) -> dict:
       cleared = dict.fromkeys(all_outputs)
@@ -231,18 +232,13 @@ def _make_page(
         photo = read_photo(path, config)
         pictures = {false_colour: photo.pixels} if has_channels else {}
         return {**cleared, **pictures, **show(photo, *values)}
-      except (
-        OSError,
-        ValueError,
-        OverflowError,
-      ) as e:  # OverflowError: a typed number.
+      except (OSError, ValueError, OverflowError) as e:  # A typed number overflows.
         text = str(e).replace(path, pathlib.Path(path).name)
         gr.Warning(html.escape(text, quote=False))
         return cleared
       finally:
         _release_memory()
 
-    all_outputs = [*outputs, false_colour] if has_channels else outputs
     uploaded = upload.upload if has_channels else upload.input
     for event in (uploaded, example.load_input_event.then):
       event(
