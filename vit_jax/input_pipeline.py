@@ -437,9 +437,9 @@ def task_batches(
 def image_shapes(source: records.Source, upright: bool = False) -> np.ndarray:
   """Returns height and width of the images of a split, int64 [n, 2].
 
-  They are as stored, or `upright`, by the EXIF orientation. All processes must call it: unless the source knows the shapes, each reads the
-  headers of its share of the images. Raises ValueError or OSError, the same on all
-  processes, if an image cannot be read.
+  They are as stored, or `upright`, by the EXIF orientation. All processes must call it:
+  unless the source knows the shapes, each reads the headers of some images. Raises
+  ValueError or OSError, the same on all processes, if an image cannot be read.
   """
   known_shapes = source.shapes(upright)
   if known_shapes is not None:
@@ -447,27 +447,29 @@ def image_shapes(source: records.Source, upright: bool = False) -> np.ndarray:
   local_numbers = np.arange(
     jax.process_index(), source.num_examples, jax.process_count()
   )
-  shapes = np.zeros((source.num_examples, 2), np.int64)
 
   def indices(number: int) -> np.ndarray:
-    return local_numbers[number * _HEADERS :][:_HEADERS]
+    start = number * _HEADERS
+    return local_numbers[start : start + _HEADERS]
 
   def shape(record: records.Record) -> dict[str, 'tf.Tensor']:
     shape_of = images.upright_shape_of if upright else images.shape_of
     return {'shape': shape_of(source.read(record)['image'])}
 
-  def read() -> None:
+  def read() -> np.ndarray:
+    shapes = np.zeros((source.num_examples, 2), np.int64)  # 0: read by another process.
     if len(local_numbers) <= _FEW:
       for number in local_numbers:
         shapes[number] = _one(source, shape, number)['shape']
-      return
+      return shapes
     numbers = tf.data.Dataset.from_tensor_slices(local_numbers).batch(_HEADERS)
     data = order.map_batched(source, numbers, source.lookup)
     batches = data.map(shape, num_parallel_calls=_CALLS).batch(_HEADERS)
     for number, batch in enumerate(feeding.read(batches, source, indices)):
       shapes[indices(number)] = batch['shape']
+    return shapes
 
-  processes.attempt('reading the sizes of the images', read)
+  shapes = processes.attempt_local('reading the sizes of the images', read)
   if jax.process_count() > 1:
     shapes = multihost_utils.process_allgather(shapes.astype(np.int32)).sum(0)
   return shapes.astype(np.int64)

@@ -8,6 +8,7 @@ vit_jax/data/order.py, the example is a pure function of the position.
 """
 
 import copy
+import functools
 import json
 
 from absl import logging
@@ -169,10 +170,8 @@ def _read(config: ml_collections.ConfigDict, source: records.Source) -> np.ndarr
   size = -(-source.num_examples // jax.process_count())
   begin = jax.process_index() * size
   local_numbers = np.arange(begin, min(begin + size, source.num_examples))
-  rows: list[np.ndarray] = []
-  processes.attempt(
-    'reading the labels', lambda: rows.extend(_rows(label_source, local_numbers))
-  )
+  read = functools.partial(_rows, label_source, local_numbers)
+  rows = processes.attempt_local('reading the labels', read)
   local_width = max((row.shape[1] for row in rows), default=1)
   width = max(processes.gather('comparing the labels', local_width))
   local = np.full((size, width), -1, np.int32)
@@ -240,13 +239,7 @@ def _stored(path: epath.Path, source: records.Source) -> np.ndarray | None:
   """Returns the labels in a workdir, or None if any process cannot use them."""
   if not processes.from_first('looking for labels', path.exists):
     return None
-  results: list[np.ndarray] = []
-
-  def load() -> bool:
-    numbers = _load(path, source)
-    if numbers is not None:
-      results.append(numbers)
-    return numbers is not None
-
-  is_valid = all(processes.attempt(f"reading '{path}'", load))
-  return results[0] if is_valid else None
+  load = functools.partial(_load, path, source)
+  numbers = processes.attempt_local(f"reading '{path}'", load)
+  are_valid = processes.gather(f"checking '{path}'", numbers is not None)
+  return numbers if all(are_valid) else None

@@ -16,13 +16,14 @@ import os
 import re
 import threading
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from vit_jax import console
 from vit_jax.distributed import heartbeats
 
+_T = TypeVar('_T')
 # Seconds that a process waits for the others; work of process 0 for all, such
 # as listing a folder, may take longer.
 DEADLINE = float(os.environ.get('VIT_JAX_DEADLINE', 600))
@@ -262,6 +263,16 @@ def attempt(activity: str, function: Callable[[], Any]) -> list:
       error_type = types.get(kind, RuntimeError)
       raise _together(error_type(f'{heartbeats.name(process)}: {text}'))
   return [value for value, _ in results]
+
+
+def attempt_local(activity: str, function: Callable[[], _T]) -> _T:
+  """Calls a function on every process; returns the result of this one, of any type.
+
+  If it fails anywhere, all processes raise, see `attempt`.
+  """
+  results: list[_T] = []
+  attempt(activity, lambda: results.append(function()))
+  return results[0]
 
 
 def first_before_others(activity: str, function: Callable[[], Any]) -> None:

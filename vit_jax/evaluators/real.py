@@ -47,16 +47,13 @@ class Real:
 
   def __init__(self, evaluation: base.Evaluation, path: schema.Text):
     task, split = evaluation.task, evaluation.split
-    self._labels = labels = []
-    processes.attempt(
-      'reading the ReaL labels',
-      lambda: labels.extend(read_labels(path, len(task.class_names))),
-    )
+    read = functools.partial(read_labels, path, len(task.class_names))
+    self._labels = processes.attempt_local('reading the ReaL labels', read)
     whole_split = '+'.join(dict.fromkeys(slices.bases(split)))
     total = evaluation.open_split(whole_split, (FILE_NAME,)).evaluated.num_examples
-    if len(labels) != total:
+    if len(self._labels) != total:
       raise ValueError(
-        f"real='{path}' has labels of {len(labels):,} images, and split '{whole_split}' "
+        f"real='{path}' has labels of {len(self._labels):,} images, and split '{whole_split}' "
         f'has {total:,} images: pass the labels of this split (--real)'
       )
     self._task = task

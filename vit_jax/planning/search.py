@@ -27,12 +27,12 @@ def meshes(config: ml_collections.ConfigDict, devices: int) -> Iterator[dict[str
   Parameters are split over all devices, over 8, or over none; the last mesh
   splits them over half of the devices, and heads and hidden layers over 2.
   """
-  model = config.model
-  heads = (model.get('transformer') or model).get('num_heads', 1)
-  tried = [(devices, 1), (min(8, devices), 1), (1, 1)]
-  if devices % 2 == 0 and heads % 2 == 0:
-    tried.append((devices // 2, 2))
-  for fsdp, model in dict.fromkeys(tried):
+  fields = config.model.get('transformer') or config.model
+  num_heads = fields.get('num_heads', 1)
+  sizes = [(devices, 1), (min(8, devices), 1), (1, 1)]
+  if devices % 2 == 0 and num_heads % 2 == 0:
+    sizes.append((devices // 2, 2))
+  for fsdp, model in dict.fromkeys(sizes):
     if devices % (fsdp * model) == 0:
       yield {'data': devices // (fsdp * model), 'fsdp': fsdp, 'model': model}
 

@@ -190,18 +190,19 @@ def open_parts(
   class_names: Sequence[str] | None = None,
 ) -> list[Part]:
   """Reads the annotations, see annotation_files.read, on all processes."""
-  parts: list[Part] = []
 
-  def read() -> None:
+  def read() -> list[Part]:
+    parts: list[Part] = []
     for base, instruction in slices.parts(split):
       part = _open_part(root, base, instruction, kind, broken_boxes)
       parts.append(part)
       annotations = part.annotations
       expected = class_names or parts[0].annotations.classes
       records.class_numbers(annotations.path, annotations.classes, expected)
+    return parts
 
   description = f"the annotations of '{root}', split '{split}'"
-  processes.attempt(f'reading {description}', read)
+  parts = processes.attempt_local(f'reading {description}', read)
   hashes = [part.annotations.digest() for part in parts]
   processes.agree(description, {'hashes': hashes})
   return parts

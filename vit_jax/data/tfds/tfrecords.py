@@ -176,22 +176,21 @@ def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
   folder = os.path.dirname(paths[0])
   names = [os.path.basename(path) for path in paths]
   doing = f"reading the headers of '{folder}'"
-  stamps: list[Any] = []
-  stored: dict[str, np.ndarray] = {}
 
-  def find_missing() -> list[int]:
-    stamps[:] = shards.map_files(image_files.size_and_time, paths, 'Looking at files')
+  def read_stored() -> tuple[list[Any], dict[str, np.ndarray]]:
+    stamps = shards.map_files(image_files.size_and_time, paths, 'Looking at files')
+    stored: dict[str, np.ndarray] = {}
     for path in _places(folder):
       stored.update(_load(path))
-    missing = []
-    for i, (name, count, stamp) in enumerate(zip(names, counts, stamps)):
-      if name not in stored or not _is_current(stored[name], count, stamp):
-        missing.append(i)
-    return missing
+    return stamps, stored
 
-  missing_by_process = processes.attempt(
-    f'{doing}: looking for stored ones', find_missing
-  )
+  looking = f'{doing}: looking for stored ones'
+  stamps, stored = processes.attempt_local(looking, read_stored)
+  local_missing = []
+  for i, (name, count, stamp) in enumerate(zip(names, counts, stamps)):
+    if name not in stored or not _is_current(stored[name], count, stamp):
+      local_missing.append(i)
+  missing_by_process = processes.gather(f'{doing}: comparing them', local_missing)
   missing = sorted(set().union(*missing_by_process))
   all_lengths = _scan_all(doing, paths, stamps, counts, missing)
   for i, lengths in zip(missing, all_lengths):
@@ -203,7 +202,7 @@ def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
     {'number': sum(counts), 'hash of their offsets': digest},
   )
   # Processes that share a disk write the same content.
-  if missing_by_process[jax.process_index()]:
+  if local_missing:
     _save(folder, stored)
   return _shared(offsets, digest)
 
@@ -252,18 +251,17 @@ def _scan_all(
   """
   size_and_count = {paths[i]: (stamps[i][0], counts[i]) for i in missing}
   process, num_processes = jax.process_index(), jax.process_count()
-  local_lengths: list[list[int]] = []
 
   def scan_file(path: str) -> list[int]:
     size, count = size_and_count[path]
     return _scan(path, size, count)
 
-  def scan() -> None:
+  def scan() -> list[list[int]]:
     local_paths = [paths[i] for i in missing[process::num_processes]]
     title = 'Reading the headers of tfrecord files'
-    local_lengths.extend(shards.map_files(scan_file, local_paths, title))
+    return shards.map_files(scan_file, local_paths, title)
 
-  processes.attempt(doing, scan)
+  local_lengths = processes.attempt_local(doing, scan)
   files_of_processes = []
   ends_of_processes = []  # Ends of the files in the lengths of a process.
   for i in range(num_processes):
@@ -275,7 +273,7 @@ def _scan_all(
   padded = np.zeros(longest, np.uint32)
   if process < len(ends_of_processes):
     total = ends_of_processes[process][-1]
-    padded[:total] = list(itertools.chain(*local_lengths))
+    padded[:total] = list(itertools.chain.from_iterable(local_lengths))
   lengths_by_file: dict[int, np.ndarray] = {}
   for i, (numbers, ends) in enumerate(zip(files_of_processes, ends_of_processes)):
     lengths = multihost_utils.broadcast_one_to_all(padded, process == i)
