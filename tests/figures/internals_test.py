@@ -16,9 +16,9 @@ from vit_jax.layers import attention as layers
 from vit_jax.tasks import masked_patches
 
 
-def made(weights, grid, before=0):
+def made(weights, grid, num_prefix_tokens=0):
   """Builds Attention from weights; the tokens before the patches are a class token."""
-  model = tiny_models.tiny(classifier='token' if before else 'gap')
+  model = tiny_models.tiny(classifier='token' if num_prefix_tokens else 'gap')
   return internals.make_attention(model, weights, None, grid)
 
 
@@ -139,7 +139,7 @@ def test_weights_reproduce_the_output_of_attention(name, classifier):
   )
   found = check_weights(model, tiny_models.images((2, 8, 12, 3)))
   assert found.grid == (2, 3)
-  assert found.before == (classifier == 'token')
+  assert found.num_prefix_tokens == (classifier == 'token')
   assert internals.maps(found).shape == (2, 2, 2, 3)
   assert internals.rollout_maps(found).shape == (2, 2, 3)
 
@@ -169,7 +169,7 @@ def test_registers_are_excluded_from_maps():
   model = tiny_models.tiny(registers=2, transformer=transformer(1))
   images = tiny_models.images()
   found = internals.attention(model, parameters(model, images), images)
-  assert found.before == 3
+  assert found.num_prefix_tokens == 3
   weights = found.weights[0].mean(axis=1)[..., 3:]
   [got] = internals.maps(found)
   np.testing.assert_allclose(got, weights[:, 0].reshape(got.shape), rtol=1e-5)
@@ -203,7 +203,7 @@ def test_attention_pooling_mixes_the_rows_of_rollout():
   images = tiny_models.images()
   found = internals.attention(model, parameters(model, images), images)
   assert [w.shape for w in found.weights] == [(2, 2, 5, 5)] * 2
-  assert found.before == 1
+  assert found.num_prefix_tokens == 1
   np.testing.assert_allclose(found.readout[:, 1:].sum(axis=1), 1, rtol=1e-6)
   assert not found.readout[:, 0].any()  # The pooling does not read the register.
   mixed = internals.rollout(found.weights)

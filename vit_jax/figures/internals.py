@@ -23,7 +23,7 @@ class Attention(NamedTuple):
   weights: list[np.ndarray]
   outputs: np.ndarray  # The model's, float32; [B, classes] for a classifier.
   grid: tuple[int, int]  # Number of patches (down, across), (h, w).
-  before: int  # Tokens before the patches, such as class token and registers.
+  num_prefix_tokens: int  # Before the patches: class token, registers, ...
   # How much the classifier reads each token, float32 [B or 1, N], sums to 1; see
   # `readout`. None if no map needs it.
   readout: np.ndarray | None
@@ -51,10 +51,14 @@ def make_attention(
   """Returns the Attention of a model's weights and outputs, as `forward` returns them."""
   layers, pooling = split_pooling(model, weights)
   tokens = layers[0].shape[-1]
-  before = tokens - grid[0] * grid[1]
+  num_prefix_tokens = tokens - grid[0] * grid[1]
   pooling = None if pooling is None else pooling.mean(axis=1)
   return Attention(
-    layers, outputs, grid, before, readout(model, tokens, before, pooling)
+    layers,
+    outputs,
+    grid,
+    num_prefix_tokens,
+    readout(model, tokens, num_prefix_tokens, pooling),
   )
 
 
@@ -68,7 +72,9 @@ def has_pooling(model: Any) -> bool:
   return model.classifier in ('map', 'token_map')
 
 
-def readout(model: Any, tokens: int, before: int, pooling: Any = None) -> Any:
+def readout(
+  model: Any, tokens: int, num_prefix_tokens: int, pooling: Any = None
+) -> Any:
   """Returns how much the classifier reads each of N tokens, float32 [B or 1, N].
 
   The class token, the mean of class and distillation token, the mean of the patches, the
@@ -81,7 +87,7 @@ def readout(model: Any, tokens: int, before: int, pooling: Any = None) -> Any:
   first = np.zeros((1, tokens), np.float32)
   first[:, : 1 + model.distilled] = 1 / (1 + model.distilled)
   patches = np.zeros((1, tokens), np.float32)
-  patches[:, before:] = 1 / (tokens - before)
+  patches[:, num_prefix_tokens:] = 1 / (tokens - num_prefix_tokens)
   if model.classifier == 'token_with_gap':
     return (first + patches) / 2
   return first if model.classifier in ('token', 'token_unpooled') else patches
@@ -202,10 +208,10 @@ def token_maps(attention: Attention) -> np.ndarray:
   Registers", arXiv 2309.16588, figure 9). Returns the mean over the heads, float32
   [tokens, B, h, w].
   """
-  before = attention.before
+  count = attention.num_prefix_tokens
   last = np.mean(attention.weights[-1], axis=1)  # [B, N, N]
-  maps = last[:, :before, before:].swapaxes(0, 1)
-  return maps.reshape(before, len(last), *attention.grid)
+  maps = last[:, :count, count:].swapaxes(0, 1)
+  return maps.reshape(count, len(last), *attention.grid)
 
 
 def rollout(weights: list[np.ndarray]) -> np.ndarray:
@@ -233,7 +239,8 @@ def on_grid(mixed: Any, attention: Attention) -> Any:
   """Turns matrices [..., B, N, N] into maps [..., B, h, w] of what the classifier reads."""
   assert attention.readout is not None
   row = (attention.readout[:, None] @ mixed)[..., 0, :]  # [..., B, N]
-  return row[..., attention.before :].reshape(*row.shape[:-1], *attention.grid)
+  patches = row[..., attention.num_prefix_tokens :]
+  return patches.reshape(*row.shape[:-1], *attention.grid)
 
 
 def principal_filters(kernel: Any, count: int = 28) -> tuple[np.ndarray, np.ndarray]:
