@@ -385,11 +385,11 @@ def _check_canvases(pp: ml_collections.ConfigDict) -> None:
 class Preprocessing:
   """Keys of `config.pp`."""
 
-  # Splits in the notation of TFDS ('train[:90%]'), or folds with the same share of each
-  # class, 'train[fold!=0/5]' (vit_jax/data/folds.py). A folder without `test` is tested on its validation split (val, valid or
-  # validation). If a folder has test/ (or test.jsonl), a `test` cut from the training images is
-  # ignored, as in the original, which tests on test/: use `evals` for other
-  # splits.
+  # Splits in the notation of TFDS ('train[:90%]'), or folds with the same fraction of each
+  # class, 'train[fold!=0/5]' (vit_jax/data/folds.py). A folder without `test` is tested on
+  # its validation split (val, valid or validation). If a folder has test/ (or test.jsonl),
+  # a `test` cut from the training images is ignored, as in the original, which tests on
+  # test/: use `evals` for other splits.
   train: Annotated[schema.Split, schema.SWEPT] = 'train'
   test: Annotated[schema.Split, schema.SWEPT] = 'test'
   # Size of the model's input images in pixels: an int, or (height, width).

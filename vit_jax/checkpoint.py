@@ -163,9 +163,10 @@ def with_model(
   A model of the kind 'pretrained' becomes the one in `config.pretrained`, of an
   image-text model the image tower, without pre-logits, with the fields that the config
   sets, such as dropout. So does a model of a kind that extends Vision Transformers, which
-  keeps its kind, if the config does not set its sizes. The model in `stored`, the stored config of the run, replaces
-  the weights. For errors see vit_jax.weights.reading.read; ValueError also for a field
-  that contradicts the weights, and for weights of other models.
+  keeps its kind, if the config does not set its sizes. The model in `stored`, the stored
+  config of the run, replaces the weights. For errors see vit_jax.weights.reading.read;
+  ValueError also for a field that contradicts the weights, and for weights of other
+  models.
   """
   if not config.get('model') or not model_configs.is_of_weights(config.model):
     return config

@@ -77,9 +77,8 @@ def inference_time(config: ml_collections.ConfigDict, workdir: str) -> dict[str,
   log.write(0, result)
   log.close()
   console.log(
-    f'{console.pluralize(len(seconds), "step")}: {result["imgs_sec_core_mean"]:,.2f} images per second '
-    f'and device (std {result["imgs_sec_core_std"]:,.2f}, '
-    f'{result["imgs_sec_core_min"]:,.2f} to '
-    f'{result["imgs_sec_core_max"]:,.2f}).'
+    f'{console.pluralize(len(seconds), "step")}: {result["imgs_sec_core_mean"]:,.2f} images '
+    f'per second and device (std {result["imgs_sec_core_std"]:,.2f}, '
+    f'{result["imgs_sec_core_min"]:,.2f} to {result["imgs_sec_core_max"]:,.2f}).'
   )
   return result

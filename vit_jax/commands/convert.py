@@ -5,7 +5,8 @@ r"""Convert weights between this package, timm and Hugging Face, bit for bit.
 
 SRC is a published .npz, a .safetensors or .bin file of timm, Hugging Face or
 open_clip or a folder with such a file, a checkpoint of another training program
-(.pth, .ckpt), a .pth file released with DETR, or the workdir of a run; local, at gs://, a URL, or hf://OWNER/NAME[@REVISION][/FILE]. DST is
+(.pth, .ckpt), a .pth file released with DETR, or the workdir of a run; local, at gs://,
+a URL, or hf://OWNER/NAME[@REVISION][/FILE]. DST is
 
   npz       a file that the original's readers and timm's `load_npz` read
   timm      a folder for timm.create_model('local-dir:DST', pretrained=True)

@@ -3,10 +3,11 @@ r"""Plan a training run for TPUs without a TPU: memory, speed, cost.
   vit_jax plan --config=configs/pretrain.py:h14,imagenet21k \
     --topology=v3:4x4 --config.mesh.fsdp=32 --config.mesh.data=1
 
-Needs the extra `plan`. Compiles the update of `vit_jax train` with the TPU compiler, which runs on any x86
-Linux machine. Reports the memory per device, the FLOPs, the compiler's estimate of the
-step time (for comparing programs, not a measurement; it excludes the network, for which
-there is a lower bound), and the resulting duration of the whole run.
+Needs the extra `plan`. Compiles the update of `vit_jax train` with the TPU compiler,
+which runs on any x86 Linux machine. Reports the memory per device, the FLOPs, the
+compiler's estimate of the step time (for comparing programs, not a measurement; it
+excludes the network, for which there is a lower bound), and the resulting duration of
+the whole run.
 
 --search tries meshes, increasing numbers of micro-batches until the run fits, and
 rematerialisation where it could be faster. It ignores these keys of the config, and

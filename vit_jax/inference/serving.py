@@ -86,8 +86,9 @@ def prepare(file: bytes, preprocessing: Mapping[str, Any]) -> np.ndarray:
 
   The image is rotated according to its EXIF orientation, transparent pixels become
   white, and 16 bits become 8. If the model reads other images than 8-bit colour
-  ('value_range'), values are read as stored; TIFF then needs tifffile. The image is resized by Pillow's `resize` if the model's images
-  are antialiased, else like tf.image.resize, which does not average when it shrinks.
+  ('value_range'), values are read as stored; TIFF then needs tifffile. The image is
+  resized by Pillow's `resize` if the model's images are antialiased, else like
+  tf.image.resize, which does not average when it shrinks.
 
   Args:
     file: content of an image file.

@@ -134,7 +134,8 @@ def resize_bicubic(
   """
   num_other = table.shape[1] - grid[0] * grid[1]
   patches = table[0, num_other:].reshape(*grid, -1)
-  down, across = (_bicubic(*sizes, antialias) for sizes in zip(grid, new_grid))
+  down = _bicubic(grid[0], new_grid[0], antialias)
+  across = _bicubic(grid[1], new_grid[1], antialias)
   patches = np.einsum('ih,jw,hwd->ijd', down, across, patches, optimize=True)
   patches = patches.reshape(1, -1, table.shape[2])
   return np.concatenate([table[:, :num_other], patches], axis=1)
@@ -258,8 +259,9 @@ def rope_angles(
 ) -> np.ndarray:
   """Returns the angles by which `rotate` turns tokens, float32 [N, E/2].
 
-  `kind` is one of position_kinds.ROPES. The last h*w of N tokens are patches; the angles of others are
-  0. ValueError for fewer tokens, or a width E of a head that is not a multiple of 4.
+  `kind` is one of position_kinds.ROPES. The last h*w of N tokens are patches; the angles
+  of others are 0. ValueError for fewer tokens, or a width E of a head that is not a
+  multiple of 4.
   """
   grid = checked_grid(f"position_embedding='{kind}'", grid, tokens)
   if head_dim % 4:
@@ -314,11 +316,11 @@ def first_table(
   if kind in ('none', *position_kinds.RELATIVE):
     return None
   name = 'posembed_0' if layers == 'every' else 'posembed_input'
-  tables = {
-    path.rpartition('/')[2]: leaf
-    for path, leaf in flat.items()
-    if path.startswith(f'Transformer/{name}/')
-  }
+  prefix = f'Transformer/{name}/'
+  tables = {}
+  for path, leaf in flat.items():
+    if path.startswith(prefix):
+      tables[path.removeprefix(prefix)] = leaf
   if not tables and kind != 'sincos2d':
     return None
   tokens = grid[0] * grid[1] + class_tokens(flat)

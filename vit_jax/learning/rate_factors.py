@@ -34,8 +34,8 @@ def make(
   """Returns the factor of each parameter, a tree of floats; None if all are 1.
 
   A factor of 0 freezes a parameter. `make_params` returns the parameters or their
-  shapes, and is called only if there are factors. Raises ValueError if a rule applies to no parameter,
-  or `layer_decay` is set for a model without Vision Transformer.
+  shapes, and is called only if there are factors. Raises ValueError if a rule applies to
+  no parameter, or `layer_decay` is set for a model without Vision Transformer.
   """
   rules = lora.rules(config)
   if not rules and config.layer_decay == 1:

@@ -540,7 +540,8 @@ def resolve_steps(
     if not total:
       raise ValueError(
         f'total_epochs={epochs} of {console.pluralize(num_examples, "example")} is less '
-        f'than one batch of {config.batch}: raise --config.total_epochs, or lower --config.batch'
+        f'than one batch of {config.batch}: raise --config.total_epochs, or lower '
+        '--config.batch'
       )
     schema.check('total_steps', total, common.Steps)
   warmup, epochs = config.warmup_steps, config.warmup_epochs

@@ -248,10 +248,14 @@ def _set(
 
 def _is_task_option(config: ml_collections.ConfigDict, name: str) -> bool:
   """Returns whether a dotted key is an option of the task of a run."""
-  *groups, last, _ = ('', *name.split('.'))
-  for group in groups[1:]:
-    config = config.get(group) if hasattr(config, 'get') else None
-  return last == 'task_options' and config is not None and _is_run(config)
+  groups = name.split('.')[:-1]
+  if not groups or groups[-1] != 'task_options':
+    return False
+  for group in groups[:-1]:
+    config = config.get(group)
+    if not isinstance(config, ml_collections.ConfigDict):
+      return False
+  return _is_run(config)
 
 
 def _assign(config: ml_collections.ConfigDict, name: str, value: Any) -> None:

@@ -21,8 +21,8 @@ def cut(split: str, test: str, held_out: str | None = None) -> Parts:
 
   `split` and `test` are the training and the test split, in the notation of TFDS.
   `held_out` is None for the rest of the base of `split` ('train[98%:]' for
-  'train[:98%]', 'train[fold=0/5]' for 'train[fold!=0/5]'); '10%' (of the base) or '200' (examples) to cut off the end of
-  `split`; or another split, 'validation'.
+  'train[:98%]', 'train[fold=0/5]' for 'train[fold!=0/5]'); '10%' (of the base) or '200'
+  (examples) to cut off the end of `split`; or another split, 'validation'.
 
   Raises ValueError if nothing is left to train on or to hold out, or the held-out
   part overlaps with the rest or the test split.

@@ -123,7 +123,8 @@ def _check_data(config: ml_collections.ConfigDict, seed: int) -> int:
     if names != labelled.class_names:
       raise ValueError(
         f"the teacher in '{config.teacher_workdir}' has "
-        f"{console.pluralize(len(names), 'class')}, {list(names[:5])}, and '{run.dataset}' has {len(labelled.class_names)}, "
+        f'{console.pluralize(len(names), "class")}, {list(names[:5])}, and '
+        f"'{run.dataset}' has {len(labelled.class_names)}, "
         f'{list(labelled.class_names[:5])}: pseudo-labels need a teacher with the '
         'same classes (config.teacher_workdir)'
       )

@@ -586,7 +586,7 @@ def _from_open_clip(config: Mapping[str, Any]) -> Preparation | None:
 def _as_in_timm(
   crop: tuple[int, int], crop_pct: float, is_squash: bool, **options: Any
 ) -> Preparation:
-  """Returns a preparation whose crop is the fraction `crop_pct` of the sides of the resized image."""
+  """Returns a preparation that crops the fraction `crop_pct` of a resized image's sides."""
   height, width = (math.floor(side / crop_pct) for side in crop)
   _check_sizes((height, width), None, crop)
   size: int | tuple[int, int] | None = (height, width)

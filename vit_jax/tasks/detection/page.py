@@ -88,8 +88,8 @@ def _page(
 ) -> tuple[Page, _Components]:
   """Shows the predictions above a score that the visitor chooses.
 
-  For `compute` see Predictor.stream, for `postprocess` Detector.postprocess. With a predictor of
-  instances, the visitor chooses between segments and instances.
+  For `compute` see Predictor.stream, for `postprocess` Detector.postprocess. With a
+  predictor of instances, the visitor chooses between segments and instances.
   """
   noun = model.NOUN
   threshold = gr.Slider(
