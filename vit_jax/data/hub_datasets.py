@@ -159,10 +159,8 @@ def _read_column(table: Any, name: str) -> 'pa.ChunkedArray':
 def _prepare(dataset: str) -> Any:
   """Returns the datasets.DatasetBuilder of a data set, prepared on this machine."""
   address = parse(dataset)
-  builder = None
 
-  def prepare() -> None:
-    nonlocal builder
+  def prepare() -> Any:
     library = console.require('datasets', 'hf', f"dataset='{dataset}'")
     try:
       builder = library.load_dataset_builder(
@@ -173,9 +171,9 @@ def _prepare(dataset: str) -> Any:
       builder.download_and_prepare()  # Other processes of this machine wait.
     except Exception as e:  # Also errors of its HTTP library.
       raise _explain(e, dataset) from e
+    return builder
 
-  processes.first_before_others(f"preparing data set '{dataset}'", prepare)
-  return builder
+  return processes.first_before_others(f"preparing data set '{dataset}'", prepare)
 
 
 def _explain(error: Exception, dataset: str) -> Exception:

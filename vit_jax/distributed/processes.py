@@ -275,14 +275,19 @@ def attempt_local(activity: str, function: Callable[[], _T]) -> _T:
   return results[0]
 
 
-def first_before_others(activity: str, function: Callable[[], Any]) -> None:
-  """Calls a function on process 0, and when that is done on the others; see `attempt`.
+def first_before_others(activity: str, function: Callable[[], _T]) -> _T:
+  """Calls a function on process 0, and when that is done on the others.
 
-  What it writes to a shared disk is written once, and to separate disks on each.
+  What it writes to a shared disk is written once, and to separate disks on each. Returns
+  the result of this process; for errors see `attempt`.
   """
-  is_first = jax.process_index() == 0
-  attempt(activity, function if is_first else _nothing)
-  attempt(activity, _nothing if is_first else function)
+  if jax.process_index() == 0:
+    result = attempt_local(activity, function)
+    attempt(activity, _nothing)
+  else:
+    attempt(activity, _nothing)
+    result = attempt_local(activity, function)
+  return result
 
 
 def _nothing() -> None:

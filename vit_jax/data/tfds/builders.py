@@ -41,15 +41,14 @@ def get_builder(config: ml_collections.ConfigDict, dataset: str) -> Any:
   """Returns the TFDS builder of a data set, prepared on this machine."""
   builder = find_builder(config, dataset)
 
-  def prepare() -> None:
-    nonlocal builder
-    if not builder.info.splits:  # Another process may have prepared them.
-      builder = find_builder(config, dataset)
-    if not builder.info.splits:
-      builder = _prepare(config, dataset)
+  def prepare() -> Any:
+    if builder.info.splits:
+      return builder
+    # Another process may have prepared it in the meantime.
+    current = find_builder(config, dataset)
+    return current if current.info.splits else _prepare(config, dataset)
 
-  processes.first_before_others(f"preparing data set '{dataset}'", prepare)
-  return builder
+  return processes.first_before_others(f"preparing data set '{dataset}'", prepare)
 
 
 def _prepare(config: ml_collections.ConfigDict, dataset: str) -> Any:

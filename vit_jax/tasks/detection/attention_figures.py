@@ -136,15 +136,19 @@ def query_boxes(
   All processes must call it. Returns float32 [n, Q, 4] for all images of a
   split: centre x and y, width and height, as shares of the image.
   """
-  predict = engine.on_all_hosts(
-    mesh, lambda *args: {'boxes': task.outputs(*args)['boxes']}
-  )
+
+  def boxes(
+    params: Any, extra: Any, batch: dict[str, jax.Array]
+  ) -> dict[str, jax.Array]:
+    return {'boxes': task.outputs(params, extra, batch)['boxes']}
+
+  predict = engine.on_all_hosts(mesh, boxes)
   results = engine.collect(
     engine.limited(task.config, mesh, _BATCH),
     mesh,
     source.evaluated,
     task.example,
-    lambda batch: predict(params, extra, batch),
+    functools.partial(predict, params, extra),
     label='Predicting boxes',
   )
   return results['boxes']

@@ -7,6 +7,7 @@ the embeddings were made of, and their checksum.
 """
 
 from collections.abc import Callable
+import functools
 import json
 import os
 from typing import Any
@@ -124,23 +125,23 @@ def _write(
   stop: Callable[[], bool],
 ) -> None:
   """Computes the embeddings, which process 0 writes."""
-  embed = engine.on_all_hosts(mesh, lambda *args: {'zimg': task.outputs(*args)})
-  batches = input_pipeline.eval_batches(
-    task.config, source, lambda record, seed: task.inputs(record), mesh
-  )
+
+  def outputs(
+    params: Any, extra: Any, batch: input_pipeline.Batch
+  ) -> dict[str, jax.Array]:
+    return {'zimg': task.outputs(params, extra, batch)}
+
+  def inputs(record: records.Record, seed: Any) -> dict[str, Any]:
+    return task.inputs(record)
+
+  embed = functools.partial(engine.on_all_hosts(mesh, outputs), params, extra)
+  batches = input_pipeline.eval_batches(task.config, source, inputs, mesh)
   total = source.num_examples
+  label = 'Embedding the training images'
   partial_path = f'{path}.begun'
-  is_first = jax.process_index() == 0
   table: Any = None
-  for results in engine.run(
-    lambda batch: embed(params, extra, batch),
-    batches,
-    mesh,
-    stop,
-    'Embedding the training images',
-    total,
-  ):
-    if not is_first:
+  for results in engine.run(embed, batches, mesh, stop, label, total):
+    if jax.process_index() != 0:
       continue
     if table is None:
       shape = (total, results['zimg'].shape[1])
@@ -148,10 +149,9 @@ def _write(
     mask = results['mask'] > 0
     table[results['index'][mask]] = results['zimg'][mask]
 
-  def finish() -> bool:
+  def finish() -> None:
     table.flush()
     os.replace(partial_path, path)
-    return True
 
   processes.from_first('writing the embeddings', finish)
   size = console.size(os.path.getsize(path))
