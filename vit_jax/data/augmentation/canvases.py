@@ -168,6 +168,18 @@ def _crop(
   return tf.cast(window, tf.int32), tf.cast(size, tf.int32)
 
 
+def by_size(sizes: np.ndarray) -> list[tuple[tuple[int, int], np.ndarray]]:
+  """Groups images by the size [n, 2] of their canvas.
+
+  Returns each (height, width), the largest first, with the numbers of its images.
+  """
+  different_sizes, size_of_image = np.unique(sizes, axis=0, return_inverse=True)
+  groups = []
+  for i, (height, width) in enumerate(different_sizes.tolist()):
+    groups.append(((height, width), np.flatnonzero(size_of_image.reshape(-1) == i)))
+  return groups[::-1]
+
+
 def place(image: 'tf.Tensor', canvas: tuple[int, int]) -> dict[str, 'tf.Tensor']:
   """Puts an image [h, w, C] on a canvas.
 

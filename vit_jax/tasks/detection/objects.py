@@ -104,7 +104,7 @@ class Task(base.Task):
       group = canvases.evaluation(pp, image_size)
       sizes = self._canvases(source, group)
     else:
-      sizes = [(None, tuple(image_size))]
+      sizes = [(tuple(image_size), None)]
       pp = pp.copy_and_resolve_references()
       with pp.ignore_type():
         pp.update(crop=tuple(image_size), resize=None)
@@ -120,22 +120,16 @@ class Task(base.Task):
 
   def _canvases(
     self, source: records.Source, group: canvases.Group
-  ) -> list[tuple[np.ndarray | None, tuple[int, int]]]:
-    """Returns (numbers of images or None for all, canvas), the largest first."""
+  ) -> list[tuple[tuple[int, int], np.ndarray | None]]:
+    """Returns (canvas, numbers of images or None for all), the largest first."""
     # A Vision Transformer needs whole patches.
     has_patches = 'patches' in model_configs.vit_of(self.config.model)
     multiple = self.config.pp.canvas_multiple if has_patches else 1
     step = math.lcm(self.options.tight, multiple)
     if not step:
-      return [(None, group.canvas)]
+      return [(group.canvas, None)]
     smallest = canvases.smallest(input_pipeline.image_shapes(source), group, step)
-    sizes, size_of_image = np.unique(smallest, axis=0, return_inverse=True)
-    size_of_image = size_of_image.reshape(-1)
-    images_and_canvases = []
-    for i in reversed(range(len(sizes))):
-      canvas = tuple(sizes[i].tolist())
-      images_and_canvases.append((np.flatnonzero(size_of_image == i), canvas))
-    return images_and_canvases
+    return list(canvases.by_size(smallest))
 
   @no_autograph
   def example(
@@ -349,14 +343,14 @@ class Task(base.Task):
 
 
 def _parts(
-  images_and_canvases: Sequence[tuple[np.ndarray | None, tuple[int, int]]],
+  sizes: Sequence[tuple[tuple[int, int], np.ndarray | None]],
   example: Callable[..., dict],
 ) -> list[input_pipeline.Part]:
   """Returns the parts of `Task._canvases`; `example` takes a `canvas` too."""
   parts = []
-  for images, canvas in images_and_canvases:
+  for canvas, numbers in sizes:
     on_canvas = functools.partial(example, canvas=canvas)
-    parts.append(input_pipeline.Part(images, on_canvas, canvas))
+    parts.append(input_pipeline.Part(numbers, on_canvas, canvas))
   return parts
 
 

@@ -219,15 +219,12 @@ class Task(base.Task):
   def _by_canvas(self, shapes: np.ndarray, example: Any) -> list[input_pipeline.Part]:
     """Groups images by canvases, the largest first; `example` takes a `canvas`."""
     sizes = canvases.round_up(shapes, self.options.tight)
-    sizes, size_of_image = np.unique(sizes, axis=0, return_inverse=True)
-    size_of_image = size_of_image.reshape(-1)
     parts = []
-    for i in reversed(range(len(sizes))):
-      numbers = np.flatnonzero(size_of_image == i)
+    for size, numbers in canvases.by_size(sizes):
       view_sizes = []
       for view in self.views:
         view_sizes.append(view.canvas(view.counts(shapes[numbers])))
-      canvas = _Canvas(tuple(sizes[i].tolist()), tuple(view_sizes))
+      canvas = _Canvas(size, tuple(view_sizes))
       on_canvas = no_autograph(functools.partial(example, canvas=canvas))
       parts.append(input_pipeline.Part(numbers, on_canvas, canvas.size))
     return parts
