@@ -50,14 +50,14 @@ def test_distances_on_rectangular_grids_match_a_loop():
           far += weight * (down**2 + across**2) ** 0.5
           whole += weight
         expected[0, head] += far / whole / (h * w) / len(weights)
-  found = internals.mean_distances(made([weights], (h, w), before), (p, q))
+  found = internals.mean_distances([weights], (h, w), (p, q))
   np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_queries_that_attend_to_no_patch_have_distance_0():
   blind = np.zeros((1, 1, 5, 5), np.float32)
   blind[..., 0] = 1  # All attend to the class token.
-  found = internals.mean_distances(made([blind], (2, 2), 1), (4, 4))
+  found = internals.mean_distances([blind], (2, 2), (4, 4))
   assert found.tolist() == [[0.0]]
 
 

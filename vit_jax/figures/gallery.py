@@ -139,12 +139,10 @@ def _attention_distance(subject: results.Subject) -> list:
   count = math.prod(grid)
   size = subject.batch['image'].shape[1:3]
   patch = tuple(pixels / cells for pixels, cells in zip(size, grid))
-  uniform = [np.full((1, 1, count, count), 1 / count, np.float32)]
-  [[alike]] = internals.mean_distances(
-    internals.Attention(uniform, None, grid, 0, None), patch
-  )
+  weights = np.full((1, 1, count, count), 1 / count, np.float32)
+  uniform = internals.mean_distances([weights], grid, patch).item()
   distances = subject.attention.distances
-  return [charts.attention_distances(distances, float(alike), len(subject.names))]
+  return [charts.attention_distances(distances, uniform, len(subject.names))]
 
 
 def pages(subject: results.Subject, most: int = _A_ROW) -> Iterator[slice]:

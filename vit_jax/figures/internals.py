@@ -4,6 +4,7 @@ Source: arXiv 2010.11929, section 4.5, D.4, D.7 and D.8. Shapes: B images, L lay
 heads, h x w patches, N tokens (the patches, after the class token if there is one).
 """
 
+from collections.abc import Sequence
 import functools
 import re
 from typing import Any, NamedTuple
@@ -168,21 +169,24 @@ def path_key(path: str) -> tuple[bool, list[int | str]]:
   return path.startswith('MAPHead'), pieces
 
 
-def mean_distances(attention: Attention, patch: tuple[float, float]) -> np.ndarray:
+def mean_distances(
+  layers: Sequence[np.ndarray], grid: tuple[int, int], patch: tuple[float, float]
+) -> np.ndarray:
   """Computes the mean attention distance of each head (D.7, figure 11).
 
   Averages the distance between the centres of a query's patch and a key's patch: over
   the keys, weighted by attention, then over queries and images. The class token counts
   neither as query nor as key. Uniform attention over 14 x 14 patches of 16 pixels gives
-  116.49. A query that attends to no patch gives 0. Takes the (height, width) of a patch
-  in pixels; returns pixels, float32 [L, K].
+  116.49. A query that attends to no patch gives 0. Takes the weights of each layer,
+  [B, K, N, N], the grid, and the (height, width) of a patch in pixels; returns pixels,
+  float32 [L, K].
   """
-  rows, columns = np.indices(attention.grid).reshape(2, -1)  # [h*w]
+  rows, columns = np.indices(grid).reshape(2, -1)  # [h*w]
   down = (rows[:, None] - rows) * patch[0]
   across = (columns[:, None] - columns) * patch[1]
   lengths = np.hypot(down, across).astype(np.float32)  # [h*w, h*w]
   means = []
-  for weights in attention.weights:
+  for weights in layers:
     patches = weights[..., -len(lengths) :, -len(lengths) :]
     weighted = (patches * lengths).sum(axis=-1)  # [B, K, h*w]
     totals = patches.sum(axis=-1)

@@ -351,7 +351,7 @@ def summarize_attention(
       internals.maps(attention),
       internals.rollout_maps(attention),
       internals.token_maps(attention),
-      internals.mean_distances(attention, patch),
+      internals.mean_distances(attention.weights, grid, patch),
       outputs,
     )
     summaries.append(summary)

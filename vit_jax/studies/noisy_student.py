@@ -50,18 +50,18 @@ def noisy_student(config: ml_collections.ConfigDict, workdir: str) -> list:
   counts = [_check_data(config, seed) for seed in config.seeds]
   values: dict[str, dict[int, float | None]] = {}
 
-  def train_all(variant: str, runs: Sequence[runs_lib.Run]) -> list[str]:
+  def train_all(runs: Sequence[runs_lib.Run]) -> dict[int, float | None]:
     outcome = runs_lib.train_all(runs, workdir)
     outcome.finish()
     # A student's own seed differs from the seed of its teacher.
     metrics = outcome.by_seed(runs, config.metric).values()
-    values[variant] = dict(zip(config.seeds, metrics))
-    return [f'{workdir}/{run.name}' for run in runs]
+    return dict(zip(config.seeds, metrics))
 
   if config.teacher_workdir is None:
     console.log('Teachers:')
     runs = runs_lib.over_seeds('teacher', config.teacher, config.seeds)
-    teachers = train_all('teacher', runs)
+    values['teacher'] = train_all(runs)
+    teachers = [f'{workdir}/{run.name}' for run in runs]
   else:
     value = _evaluate(config.teacher_workdir, config)
     values['teacher'] = dict.fromkeys(config.seeds, value)
@@ -71,7 +71,8 @@ def noisy_student(config: ml_collections.ConfigDict, workdir: str) -> list:
     runs = []
     for seed, teacher, count in zip(config.seeds, teachers, counts):
       runs.append(_student(config, workdir, iteration, seed, teacher, count))
-    teachers = train_all(f'student {iteration}', runs)
+    values[f'student {iteration}'] = train_all(runs)
+    teachers = [f'{workdir}/{run.name}' for run in runs]
   student = run_config.complete(config.student)
   kind = run_evaluators.metrics_of(student)[config.metric]
   return summaries.report(

@@ -124,9 +124,9 @@ def with_classes(weights: Any, class_names: Sequence[str]) -> Any:
   has_all = all(names.count(name) == 1 for name in class_names)
   if not has_all or identify.num_classes(weights.params) != len(names):
     return weights
-  # The last row is "no object".
-  rows = np.array([*map(names.index, class_names), len(names)])
-  head = {k: x[..., rows] for k, x in weights.params['class_head'].items()}
+  rows = [names.index(name) for name in class_names]
+  rows.append(len(names))  # "No object".
+  head = {k: x[..., np.array(rows)] for k, x in weights.params['class_head'].items()}
   return weights._replace(
     params={**weights.params, 'class_head': head},
     class_names=tuple(class_names),
