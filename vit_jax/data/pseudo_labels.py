@@ -174,7 +174,8 @@ class PseudoSource(records.Subset):
   def _spread(self, classes: 'tf.Tensor', probabilities: 'tf.Tensor') -> 'tf.Tensor':
     """Returns the probabilities of all classes, float32 [b, classes]."""
     count = len(self.class_names)
-    other = tf.zeros_like(probabilities[:, :1])  # Probability of each other class, [b, 1].
+    # Probability of each class that is not stored, [b, 1].
+    other = tf.zeros_like(probabilities[:, :1])
     if self._exclusive and classes.shape[1] < count:
       remaining = 1 - tf.reduce_sum(probabilities, 1, keepdims=True)
       other = tf.maximum(remaining, 0) / (count - classes.shape[1])
