@@ -127,7 +127,7 @@ shown = visualize.subject(model, images)
 batch = shown.batch['image']  # float32 [B, H, W, C] in [-1, 1].
 seen = internals.attention(model.task.model, model.params, batch)
 patch = [size / cells for size, cells in zip(batch.shape[1:3], seen.grid)]
-distances = internals.mean_distances(seen, patch)
+distances = internals.mean_distances(seen.weights, seen.grid, patch)
 print('layers, heads:', distances.shape)
 print('attention weights of a layer:', seen.weights[0].shape)
 print('maps:', internals.maps(seen).shape)
