@@ -221,7 +221,6 @@ def run(args: argparse.Namespace) -> None:
   import jax
 
   from vit_jax.data.images import listing
-  from vit_jax.evaluators import evaluation
   from vit_jax.inference import tables
 
   is_table = tables.is_table(args.out)
@@ -242,6 +241,8 @@ def run(args: argparse.Namespace) -> None:
     )
   model = _load(args)
   if args.option:
+    from vit_jax.evaluators import evaluation
+
     model = model.with_options(evaluation.parse_options(args.option))
   _check_flags(model, args, is_table)
   options = model.parse_flags(args.options)

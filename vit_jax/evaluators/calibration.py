@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from etils import epath
 import numpy as np
-from scipy import optimize, special
 
 from vit_jax import console
 from vit_jax.distributed import files, processes
@@ -46,6 +45,8 @@ def fit(logits: np.ndarray, labels: np.ndarray, exclusive: bool) -> float:
   Raises:
     ValueError: without a labelled image, or if the best temperature is extreme.
   """
+  from scipy import optimize, special  # Late: takes half a second.
+
   if exclusive:
     mask = labels.sum(axis=1) == 1
     logits, labels = logits[mask], labels[mask]
