@@ -92,6 +92,8 @@ def torch_loader(folder: str) -> Iterator[Any]:
   """Returns batches of a DataLoader of PyTorch, which reads with Pillow."""
   import torch
 
+  rng = np.random.RandomState(0)
+
   class Photographs(torch.utils.data.Dataset):
     def __init__(self) -> None:
       self.paths = _paths(folder)
@@ -102,7 +104,6 @@ def torch_loader(folder: str) -> Iterator[Any]:
     def __getitem__(self, index: int) -> np.ndarray:
       return _with_pillow(self.paths[index], rng)
 
-  rng = np.random.RandomState(0)
   # Without workers: the figures are those of one core.
   loader = torch.utils.data.DataLoader(
     Photographs(), BATCH, shuffle=True, drop_last=True

@@ -181,6 +181,7 @@ def test_configs_for_several_runs():
     ('--config.optimizer=adm', "optimizer='adm' .*'adam', 'sgd'"),
     ('--config.batch', 'config.batch needs a value'),
     ('--config.pp=3', 'config.pp is a group of keys'),
+    ('--config.base_lr.task_options.x=3', "no key 'base_lr.task_options.x'"),
     ('--config.lr=3', "no key 'lr': use --config.base_lr"),
     ('--config.resume=True', "no key 'resume': the same command resumes"),
     ('--learning-rate=3', 'no flag --learning-rate: use --config.base_lr'),

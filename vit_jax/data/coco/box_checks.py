@@ -1,4 +1,4 @@
-"""Checks the boxes and outlines of a file, and scales boxes to the size of the image."""
+"""Checks the boxes and outlines of a file, and scales boxes to fractions of the image."""
 
 from collections.abc import Mapping
 

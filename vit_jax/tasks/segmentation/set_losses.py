@@ -97,9 +97,9 @@ def _read_by_products(
 ) -> jax.Array:
   """Returns pixels of segments [H, W], integers up to `largest`: [P, 4], see `_read`."""
   height, width = segments.shape
-  both = jnp.arange(2)
-  rows = jax.nn.one_hot(row[:, None] + both, height)  # [P, 2, H]
-  columns = jax.nn.one_hot(column[:, None] + both, width)
+  offsets = jnp.arange(2)
+  rows = jax.nn.one_hot(row[:, None] + offsets, height)  # [P, 2, H]
+  columns = jax.nn.one_hot(column[:, None] + offsets, width)
   # bfloat16, in which TPUs multiply by default, is exact up to 256.
   precision = jax.lax.Precision.DEFAULT
   if largest > 256:
