@@ -542,7 +542,7 @@ def test_exported_towers_match_predicted_probabilities(stand_ins, tmp_path):
 def test_threads_match_a_single_thread(served):
   names, model, _ = served
   assert len(names['paths']) == 10
-  assert names['found'] == [model.predict([path])[0] for path in names['paths']]
+  assert names['predictions'] == [model.predict([path])[0] for path in names['paths']]
 
 
 def test_ray_workers_compute_the_prediction_table(
