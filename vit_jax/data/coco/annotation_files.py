@@ -307,7 +307,7 @@ def _numbers(
   if unknown:
     examples = [f'annotation {ids[i]}: {name} {values[i]}' for i in unknown[:SHOWN]]
     raise ValueError(
-      f"'{path}': {len(unknown):,} annotations have an {name} that '{group}' does "
+      f"'{path}': {len(unknown):,} annotations have '{name}' values that '{group}' does "
       f'not list ({", ".join(examples)}): add it, or remove the annotations'
     )
   return np.array([positions[value] for value in values], np.int64)
