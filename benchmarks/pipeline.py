@@ -5,8 +5,9 @@
 Every pipeline reads JPEG photographs and returns batches of random crops of 224 px,
 mirrored and scaled to [-1, 1]: ours; TensorFlow's operations as tutorials write them,
 which decode whole images; Pillow in a DataLoader of PyTorch and in Grain, where these are
-installed ('.[test]' brings both). The last row of a size is the least that a pipeline can
-take: libjpeg-turbo decodes the windows that ours reads, and nothing else.
+installed ('.[test]' brings both); DALI on the CPU, where `nvidia-dali-cuda120` is
+installed. The last row of a size is the least that a pipeline can take: libjpeg-turbo
+decodes the windows that ours reads, and nothing else.
 
 Processor time is that of all threads of one process, so that the figures are those of
 one core, whatever the number of cores.
@@ -124,6 +125,31 @@ def grain_loader(folder: str) -> Iterator[Any]:
   return iter(data.to_iter_dataset(grain.ReadOptions(num_threads=1)))
 
 
+def dali(folder: str) -> Iterator[Any]:
+  """Returns batches of DALI, whose decoder crops, on one thread of the CPU."""
+  from nvidia.dali import fn, pipeline, types
+
+  with pipeline.Pipeline(BATCH, num_threads=1, device_id=None, seed=0) as pipe:
+    files, _ = fn.readers.file(file_root=f'{folder}/train', random_shuffle=True)
+    images = fn.decoders.image_random_crop(
+      files, random_area=[0.05, 1.0], random_aspect_ratio=[3 / 4, 4 / 3]
+    )
+    images = fn.resize(images, size=[SIDE, SIDE], antialias=False)
+    images = fn.crop_mirror_normalize(
+      images,
+      dtype=types.FLOAT,
+      output_layout='HWC',
+      mean=[127.5] * 3,
+      std=[127.5] * 3,
+      mirror=fn.random.coin_flip(),
+    )
+    pipe.set_outputs(images)
+  pipe.build()
+  while True:
+    [batch] = pipe.run()
+    yield batch.as_array()
+
+
 def decode_windows(folder: str) -> Iterator[Any]:
   """Returns batches of the decoded windows of the images that `ours` reads."""
   from vit_jax.data import order, sources
@@ -159,10 +185,32 @@ PIPELINES: dict[str, Callable[[str], Iterator[Any]]] = {
   'tf.data, decode all, then crop': decode_all,
   'PyTorch DataLoader, Pillow': torch_loader,
   'Grain, Pillow': grain_loader,
+  'DALI': dali,
   'decode of the windows alone': decode_windows,
 }
 # Left out where their package is not installed.
-_PACKAGES = {'PyTorch DataLoader, Pillow': 'torch', 'Grain, Pillow': 'grain'}
+_PACKAGES = {
+  'PyTorch DataLoader, Pillow': 'torch',
+  'Grain, Pillow': 'grain',
+  'DALI': 'nvidia.dali',
+}
+
+
+def installed() -> list[str]:
+  """Returns the names of the pipelines whose packages are installed."""
+  names = []
+  for name in PIPELINES:
+    package = _PACKAGES.get(name)
+    if package is None or _is_installed(package):
+      names.append(name)
+  return names
+
+
+def _is_installed(package: str) -> bool:
+  try:
+    return importlib.util.find_spec(package) is not None
+  except ModuleNotFoundError:  # The package that holds it.
+    return False
 
 
 def _config(folder: str) -> Any:
@@ -237,14 +285,9 @@ def speeds(
 
 def rows(args: argparse.Namespace) -> list[dict]:
   """Times training crops of 224 px from JPEG photographs of two sizes."""
-  names = []
-  for name in PIPELINES:
-    package = _PACKAGES.get(name)
-    if package is None or importlib.util.find_spec(package):
-      names.append(name)
   table = []
   for size in BATCHES:
-    results = speeds(names, size, args.repeats)
+    results = speeds(installed(), size, args.repeats)
     title = f'{size[0]}x{size[1]} JPEG -> {SIDE} px'
     throughput, reference = results['ours']
     table.append(timing.row(f'{title}: ours, all cores', throughput, 'img/s'))

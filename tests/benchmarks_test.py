@@ -148,7 +148,7 @@ def test_sampling_comparison(monkeypatch, tmp_path):
   assert ratio['median'] == pytest.approx(ours['median'] / other['median'])
 
 
-@pytest.mark.parametrize('name', pipeline.PIPELINES)
+@pytest.mark.parametrize('name', pipeline.installed())
 def test_pipelines_are_timed(name, monkeypatch, tmp_path, capsys):
   monkeypatch.setattr(pipeline, 'BATCH', 8)
   pipeline.photographs(tmp_path, count=8)
