@@ -5,7 +5,7 @@ import functools
 import flax.linen as nn
 import jax
 from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas.ops.tpu import flash_attention
+from jax.experimental.pallas.ops.tpu import splash_attention
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -207,13 +207,13 @@ def test_flash_with_several_blocks(monkeypatch, causal):
 def test_flash_pads_little_and_has_few_blocks(monkeypatch, tokens, size):
   """For example, 4,097 tokens take 5 blocks of 896 tokens; 9 of 512 would be longer."""
   blocks = []
-  kernel = flash_attention.flash_attention
+  make_kernel = splash_attention.make_splash_mha
 
   def record(*args, block_sizes, **kwargs):
-    blocks.append(block_sizes.block_k_major_dkv)
-    return kernel(*args, block_sizes=block_sizes, **kwargs)
+    blocks.append(block_sizes.block_kv_dkv)
+    return make_kernel(*args, block_sizes=block_sizes, **kwargs)
 
-  monkeypatch.setattr(flash_attention, 'flash_attention', record)
+  monkeypatch.setattr(splash_attention, 'make_splash_mha', record)
   x = jax.ShapeDtypeStruct((1, tokens, 1, 8), jnp.float32)
   with pltpu.force_tpu_interpret_mode():
     out = jax.eval_shape(attention.IMPLEMENTATIONS['flash'], x, x, x)
@@ -225,7 +225,7 @@ def test_flash_in_bfloat16_on_tpus_that_multiply_float32(monkeypatch, tokens):
   """Mosaic cannot compile products of bfloat16 for TPU v3."""
   factors = []
 
-  def in_blocks(query, key, value, **kwargs):
+  def in_blocks(query, key, value, segments):
     factors.append(query.dtype)
     return query
 
@@ -233,7 +233,9 @@ def test_flash_in_bfloat16_on_tpus_that_multiply_float32(monkeypatch, tokens):
     factors.append(multiply_as or query.dtype)
     return query
 
-  monkeypatch.setattr(flash_attention, 'flash_attention', in_blocks)
+  monkeypatch.setattr(
+    splash_attention, 'make_splash_mha', lambda *args, **kwargs: in_blocks
+  )
   monkeypatch.setattr(fused_attention, 'attend', at_once)
   x = jax.ShapeDtypeStruct((1, tokens, 1, 8), jnp.bfloat16)
   for kind in ('TPU v3', 'TPU v5 lite'):
@@ -267,21 +269,24 @@ def test_flash_with_split_queries(monkeypatch):
   """A formula replaces the interpreted kernel, which deadlocks with collectives."""
   shapes = []
 
-  def kernel(query, key, value, segment_ids, causal, block_sizes):
-    assert not causal
-    assert block_sizes.block_q == 128
+  def kernel(query, key, value, segments):
     shapes.append((query.shape, key.shape))
-    same = segment_ids.q[:, None, :, None] == segment_ids.kv[:, None, None]
-    logits = jnp.where(same, jnp.einsum('bkqe,bkse->bkqs', query, key), -1e30)
-    return jnp.einsum('bkqs,bkse->bkqe', jax.nn.softmax(logits), value)
+    same = segments.q[:, None] == segments.kv
+    logits = jnp.where(same, jnp.einsum('kqe,kse->kqs', query, key), -1e30)
+    return jnp.einsum('kqs,kse->kqe', jax.nn.softmax(logits), value)
 
-  monkeypatch.setattr(flash_attention, 'flash_attention', kernel)
+  def make_kernel(mask, head_shards, q_seq_shards, block_sizes):
+    assert mask.masks == [splash_attention.FullMask((128, 128))] * 4
+    assert block_sizes.block_q == 128
+    return kernel
+
+  monkeypatch.setattr(splash_attention, 'make_splash_mha', make_kernel)
   *args, gradient = inputs(17, 17, (4, 2, 8))
   function = loss(attention.IMPLEMENTATIONS['flash'], gradient)
   with jax.set_mesh(sharding.make_mesh({'data': 2, 'sequence': 4})):
     assert_expected(function(*args), args, gradient)
   # 5 of 17 queries and all keys, in whole blocks.
-  assert set(shapes) == {((2, 2, 128, 8), (2, 2, 128, 8))}
+  assert set(shapes) == {((4, 128, 8), (4, 128, 8))}
 
 
 def test_tangents_and_second_derivatives():

@@ -7,7 +7,7 @@
   xla      jax.nn.dot_product_attention, compiled by XLA
   cudnn    the same function with cuDNN's flash attention: GPUs from Ampere on,
            16 bits
-  flash    JAX's flash attention in Pallas: TPUs, long sequences
+  flash    Pallas kernels that write no logits: TPUs
 
 All implementations have the same parameters and give the same results up to
 rounding. They differ in what they support:

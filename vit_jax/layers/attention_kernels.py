@@ -360,26 +360,21 @@ def _side_by_side(x: Float[Array, 'B N K E']) -> Float[Array, 'B N D']:
 
 def _in_blocks(
   x: Float[Array, 'B N K E'], size: int
-) -> tuple[Float[Array, 'B K whole_blocks E'], Int[Array, 'B whole_blocks']]:
+) -> tuple[Float[Array, 'BK padded_N E'], Int[Array, ' padded_N']]:
   """Pads tokens to whole blocks; also returns their segments, 1 for the padding."""
   tokens = x.shape[1]
   padded = jnp.pad(x, ((0, 0), (0, -tokens % size), (0, 0), (0, 0))).swapaxes(1, 2)
   is_padding = jnp.arange(padded.shape[2]) >= tokens
-  segments = jnp.broadcast_to(is_padding.astype(jnp.int32), (len(x), len(is_padding)))
-  return padded, segments
+  return padded.reshape(-1, *padded.shape[2:]), is_padding.astype(jnp.int32)
 
 
 def _flash_on_one_device(
   query: Queries, key: Keys, value: Keys, causal: bool
 ) -> Queries:
   """Computes flash attention on TPUs, of few tokens at once, of many in blocks."""
-  from jax.experimental.pallas.ops.tpu import flash_attention
-
   from vit_jax.layers import fused_attention
 
-  dtype = query.dtype
   needs_float32 = dtypes.device_kind() in _WITHOUT_BFLOAT16
-  operand_type = jnp.float32 if needs_float32 else None
   if query.shape == key.shape and query.shape[1] <= fused_attention.MOST_TOKENS:
     out = fused_attention.attend(
       _side_by_side(query),
@@ -387,37 +382,50 @@ def _flash_on_one_device(
       _side_by_side(value),
       head_dim=query.shape[-1],
       causal=causal,
-      multiply_as=operand_type,
+      multiply_as=jnp.float32 if needs_float32 else None,
     )
     return out.reshape(query.shape)
+  dtype = query.dtype
   if needs_float32:
     query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+  return _splash(query, key, value, causal).astype(dtype)
+
+
+def _splash(query: Queries, key: Keys, value: Keys, causal: bool) -> Queries:
+  """Computes JAX's splash attention, flash attention that skips masked blocks.
+
+  Its backward pass reads a logarithm for each query, where JAX's older kernel reads
+  three arrays as large as the queries.
+  """
+  from jax.experimental.pallas.ops.tpu import splash_attention
+
   query_size = _block_size(query.shape[1])
   key_size = _block_size(key.shape[1])
   query_blocks, query_segments = _in_blocks(query, query_size)
   key_blocks, key_segments = _in_blocks(key, key_size)
   value_blocks, _ = _in_blocks(value, key_size)
-  out = flash_attention.flash_attention(
-    query_blocks,
-    key_blocks,
-    value_blocks,
-    segment_ids=flash_attention.SegmentIds(query_segments, key_segments),
-    causal=causal,
-    block_sizes=flash_attention.BlockSizes(
-      block_b=1,
+  shape = (len(query_segments), len(key_segments))
+  make_mask = splash_attention.CausalMask if causal else splash_attention.FullMask
+  images, queries, heads, head_dim = query.shape
+  # To the kernel, the heads of all images are heads of one.
+  attend = splash_attention.make_splash_mha(
+    splash_attention.MultiHeadMask([make_mask(shape)] * (images * heads)),
+    head_shards=1,
+    q_seq_shards=1,
+    block_sizes=splash_attention.BlockSizes(
       block_q=query_size,
-      block_q_major_dkv=query_size,
       block_q_dkv=query_size,
       block_q_dq=query_size,
-      block_k_major=key_size,
-      block_k=key_size,
-      block_k_major_dkv=key_size,
-      block_k_dkv=key_size,
-      block_k_major_dq=key_size,
-      block_k_dq=key_size,
+      block_kv=key_size,
+      block_kv_dkv=key_size,
+      block_kv_dq=key_size,
+      block_kv_compute=key_size,
+      block_kv_dkv_compute=key_size,
     ),
   )
-  return out.swapaxes(1, 2)[:, : query.shape[1]].astype(dtype)
+  segments = splash_attention.SegmentIds(query_segments, key_segments)
+  out = attend(query_blocks, key_blocks, value_blocks, segments)
+  return out.reshape(images, heads, -1, head_dim).swapaxes(1, 2)[:, :queries]
 
 
 # Implementations by name (config.model.transformer.attention).
