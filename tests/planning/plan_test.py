@@ -309,9 +309,13 @@ def test_layers_of_a_locked_tower_are_not_looped(monkeypatch):
 class Compiled:
   """A fake compiled program with the compiler's figures."""
 
-  def __init__(self, seconds, count, collective=''):
-    self._cost = {'optimal_seconds': seconds, 'bytes accessed': 8e6, 'flops': count}
-    self._text = f'%x = f32[100]{{0}} {collective}(%y)' if collective else ''
+  def __init__(self, seconds, count, opcode='negate'):
+    self._cost = {'optimal_seconds': seconds, 'flops': count}
+    self._text = f"""
+ENTRY %main (y: f32[100]) -> f32[100] {{
+  %y = f32[100]{{0}} parameter(0)
+  ROOT %x = f32[100]{{0}} {opcode}(%y)
+}}"""
 
   def compile(self):
     return self
@@ -346,7 +350,8 @@ def test_loop_bodies_count_once_per_iteration():
   assert got['flops_unseen_per_core'] == pytest.approx(2e12 - 1.9e12)
   want = 0.5 + 0.25 + 4 * (0.2 - 0.1) + 0.1e12 / chip.peak
   assert got['step_seconds'] == pytest.approx(want)
-  assert got['bytes_accessed_per_core'] == 2 * 8e6
+  assert got['hbm_bytes_per_core'] == 2 * 800
+  assert got['hbm_seconds'] == pytest.approx(1600 / 450e9)
   assert got['collectives']['all-reduce']['count'] == 1
   assert (got['memory_per_core_bytes'], got['activations_bytes']) == (26, 20)
 

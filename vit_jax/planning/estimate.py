@@ -8,7 +8,7 @@ and layers are therefore added here in full, but only the matrix products of loo
 the compiler creates.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import copy
 import math
 import operator
@@ -23,7 +23,7 @@ from vit_jax.configs import models as model_configs
 from vit_jax.distributed import sharding
 from vit_jax.layers import layer_stack
 from vit_jax.learning import state as state_lib
-from vit_jax.planning import flops, topology
+from vit_jax.planning import flops as flops_lib, hbm, topology
 
 # A collective in the text of a program, and a fusion that holds a reduce-scatter.
 _CALL = re.compile(
@@ -39,7 +39,6 @@ _UNKNOWN = re.compile(r'custom_call_target="ConcatBitcast"| send\(')
 # The send of an operand to another slice: ' = (bf16[48,8]{...}, u32[], token[]) send('.
 _SEND = re.compile(r' = \((?P<shape>\w+\[[\d,]*\]).*? send\(')
 BETWEEN = 'between slices'  # Kind of `collectives`: transfers to other slices.
-_SIZES = {'f32': 4, 's32': 4, 'u32': 4, 'bf16': 2, 'f16': 2, 'pred': 1}
 
 
 class Lowered(NamedTuple):
@@ -118,9 +117,9 @@ def lower(
   # and the compiler counts one layer inside it. A locked tower has no loop.
   layers = looped_layers(config.model)
   times = config.accum_steps * (layers - 2)
-  if times > 0 and layers - 1 in flops.loop_lengths(traced.jaxpr):
+  if times > 0 and layers - 1 in flops_lib.loop_lengths(traced.jaxpr):
     loops += [(times, gradient(3)), (-times, gradient(2))]
-  return Lowered(update, loops, program.abstract, flops.count_flops(traced.jaxpr))
+  return Lowered(update, loops, program.abstract, flops_lib.count_flops(traced.jaxpr))
 
 
 def collectives(hlo: str) -> dict[str, dict]:
@@ -151,7 +150,7 @@ def collectives(hlo: str) -> dict[str, dict]:
       group = _group_size(line)
     else:
       continue
-    size = _num_bytes(match['shape'])
+    size = sum(array.size for array in hbm.arrays(match['shape']))
     if match.groupdict().get('start'):
       size //= 2  # The shape of a '-start' holds the operands too.
     row = rows.setdefault(kind, {'count': 0, 'bytes': 0, 'network_bytes': 0})
@@ -167,15 +166,6 @@ def collectives(hlo: str) -> dict[str, dict]:
       sent = size * (passes * (group - 1) / group)
     row['network_bytes'] += sent
   return rows
-
-
-def _num_bytes(shapes: str) -> int:
-  """Returns the size of the arrays in a shape such as '(f32[2,3]{1,0}, u32[])'."""
-  size = 0
-  for dtype, dims in re.findall(r'(\w+)\[([\d,]*)\]', shapes):
-    shape = [int(n) for n in dims.split(',') if n]
-    size += _SIZES.get(dtype, 4) * math.prod(shape)
-  return size
 
 
 def _group_size(line: str) -> int:
@@ -211,20 +201,34 @@ def _memory_needed(failure: Exception) -> float | None:
   return float(used[1]) * unit[used[2]] if used else None
 
 
-def _costs(
-  compiled: jax.stages.Compiled,
-) -> tuple[Mapping[str, float], int, dict[str, dict]]:
-  """Returns costs, number of operations of unknown time, and collectives."""
+class _Costs(NamedTuple):
+  """Costs of one execution of a compiled program on one device."""
+
+  flops: float
+  seconds: float  # The compiler's estimate.
+  num_unknown: int  # Operations that it counts as minus one second each.
+  hbm_bytes: int
+  collectives: dict[str, dict[str, float]]
+
+
+def _costs(compiled: jax.stages.Compiled) -> _Costs:
   hlo = compiled.as_text()
-  return compiled.cost_analysis(), len(_UNKNOWN.findall(hlo)), collectives(hlo)
+  costs = compiled.cost_analysis()
+  return _Costs(
+    costs['flops'],
+    costs['optimal_seconds'],
+    len(_UNKNOWN.findall(hlo)),
+    hbm.num_bytes(hlo),
+    collectives(hlo),
+  )
 
 
 def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
   """Compiles a program; returns the compiler's memory and time estimates.
 
   Returns a dict with `fits`, whether the program fits into the device's memory. If
-  so: `memory_per_core_bytes` and its parts, `bytes_accessed_per_core`,
-  `step_seconds`, `network_seconds` and `collectives`. If not:
+  so: `memory_per_core_bytes` and its parts, `step_seconds`, `hbm_bytes_per_core` and
+  `hbm_seconds`, `network_seconds` and `collectives`. If not:
   `memory_per_core_bytes`, None where the compiler does not report it.
   """
   start_time = time.perf_counter()
@@ -236,7 +240,7 @@ def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
     # The compiler logs a lot, especially on failure.
     with topology.quiet_compiler():
       compiled = lowered.update.compile()
-      seconds = time.perf_counter() - start_time
+      compile_seconds = time.perf_counter() - start_time
       memory = compiled.memory_analysis()
       programs = [(1, _costs(compiled))]
       del compiled  # Before the next one is compiled.
@@ -254,29 +258,27 @@ def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
     + memory.temp_size_in_bytes,
     activations_bytes=memory.temp_size_in_bytes,
     batch_bytes=max(0, batch),
-    compile_seconds=seconds,
+    compile_seconds=compile_seconds,
   )
-  total = {'optimal_seconds': 0.0, 'bytes accessed': 0.0, 'flops': 0.0}
-  total_unknown = 0
+  flops = sum(times * costs.flops for times, costs in programs)
+  hbm_bytes = sum(times * costs.hbm_bytes for times, costs in programs)
+  # The compiler counts an operation that it cannot estimate as minus one second.
+  seconds = sum(times * (x.seconds + x.num_unknown) for times, x in programs)
   total_collectives: dict[str, dict[str, float]] = {}
-  for times, (costs, num_unknown, rows) in programs:
-    for key, value in costs.items():
-      if key in total:
-        total[key] += times * value
-    total_unknown += times * num_unknown
-    for kind, row in rows.items():
+  for times, costs in programs:
+    for kind, row in costs.collectives.items():
       total_row = total_collectives.setdefault(kind, dict.fromkeys(row, 0))
       for key, value in row.items():
         total_row[key] += times * value
   network_bytes = sum(row['network_bytes'] for row in total_collectives.values())
-  # The compiler counts an operation that it cannot estimate as minus one second, and
-  # only a part of the matrix products in kernels and in its own loops: the missing
-  # FLOPs are added at the peak of the device.
-  missing = max(0, lowered.flops / devices - total['flops'])
+  # The compiler counts only a part of the matrix products in kernels and in its own
+  # loops: the missing FLOPs are added at the peak of the device.
+  missing = max(0, lowered.flops / devices - flops)
   result.update(
-    step_seconds=total['optimal_seconds'] + total_unknown + missing / chip.peak,
+    step_seconds=seconds + missing / chip.peak,
     flops_unseen_per_core=missing,
-    bytes_accessed_per_core=total['bytes accessed'],
+    hbm_bytes_per_core=hbm_bytes,
+    hbm_seconds=hbm_bytes / chip.bandwidth,
     collectives=total_collectives,
     # A lower bound: all links are busy in both directions and nothing waits.
     network_seconds=network_bytes / chip.network,

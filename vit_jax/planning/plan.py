@@ -25,7 +25,7 @@ from vit_jax.layers import dtypes
 from vit_jax.planning import estimate, search, topology as topology_lib
 
 # Part of the cache key; change it when the cached values change.
-_FORMAT = '5'
+_FORMAT = '6'
 
 # Data set -> (training examples, classes).
 DATASETS = {
@@ -222,6 +222,11 @@ def table(plan: dict) -> str:
         f'{images_per_second:,.1f} (estimate), {plan["share_of_peak"]:.0%} of peak'
       ),
     }
+    traffic = plan['hbm_bytes_per_core']
+    milliseconds = 1000 * plan['hbm_seconds']
+    rows['  main memory'] = (
+      f'{traffic / 1e9:,.1f} GB read and written, at least {milliseconds:,.1f} ms'
+    )
     for kind, row in plan['collectives'].items():
       text = f'{row["count"]}, together {console.size(row["bytes"])}'
       if kind == estimate.BETWEEN:

@@ -17,6 +17,7 @@ class Chip(NamedTuple):
 
   memory: int  # Bytes.
   peak: float  # bfloat16 FLOPs per second.
+  bandwidth: float  # Bytes per second to and from main memory (HBM).
   network: float  # Bytes per second over all links of the chip, one way.
   per_chip: int  # Devices on a chip.
   example: str  # A topology of this version.
@@ -25,17 +26,17 @@ class Chip(NamedTuple):
 
 
 # From Google Cloud's documentation of each version (cloud.google.com/tpu/docs/v5e and so
-# on). The largest slices of v2 and v3 have 512 and 2,048 cores. Pods of v4, v5e and v6e
+# on), but for v2's bandwidth, which is from JAX's pallas.mosaic.tpu_info. The largest slices of v2 and v3 have 512 and 2,048 cores. Pods of v4, v5e and v6e
 # have 4,096, 256 and 256 chips; a job gets at most 6,144 of the 8,960 chips of v5p's
 # pod. On v4 and v5p the two cores of a chip work as one device.
 _ONE = 'megacore'
 CHIPS = {
-  'v2': Chip(8 * GIB, 45e12 / 2, 248e9, 2, 'v2:2x2', 'v2:16x16'),
-  'v3': Chip(16 * GIB, 123e12 / 2, 328e9, 2, 'v3:4x4', 'v3:32x32'),
-  'v4': Chip(32 * GIB, 275e12, 300e9, 1, 'v4:2x2x1', 'v4:16x16x16', _ONE),
-  'v5e': Chip(16 * GIB, 197e12, 200e9, 1, 'v5e:4x4', 'v5e:16x16'),
-  'v5p': Chip(95 * GIB, 459e12, 600e9, 1, 'v5p:2x2x1', 'v5p:16x16x24', _ONE),
-  'v6e': Chip(32 * GIB, 918e12, 400e9, 1, 'v6e:4x4', 'v6e:16x16'),
+  'v2': Chip(8 * GIB, 45e12 / 2, 716e9 / 2, 248e9, 2, 'v2:2x2', 'v2:16x16'),
+  'v3': Chip(16 * GIB, 123e12 / 2, 900e9 / 2, 328e9, 2, 'v3:4x4', 'v3:32x32'),
+  'v4': Chip(32 * GIB, 275e12, 1200e9, 300e9, 1, 'v4:2x2x1', 'v4:16x16x16', _ONE),
+  'v5e': Chip(16 * GIB, 197e12, 819e9, 200e9, 1, 'v5e:4x4', 'v5e:16x16'),
+  'v5p': Chip(95 * GIB, 459e12, 2765e9, 600e9, 1, 'v5p:2x2x1', 'v5p:16x16x24', _ONE),
+  'v6e': Chip(32 * GIB, 918e12, 1638e9, 400e9, 1, 'v6e:4x4', 'v6e:16x16'),
 }
 _OF_OTHERS = re.compile('--xla_(cpu|gpu|force_host|backend|llvm)_')
 _EXAMPLES = ', '.join(chip.example for chip in CHIPS.values())

@@ -1,0 +1,76 @@
+"""Tests of the traffic to and from main memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vit_jax.planning import hbm
+
+# Two updates of a row of 20 bytes in a loop, between copies to the vector memory and back.
+PROGRAM = """
+HloModule update, is_scheduled=true
+
+%write_row (stack: f32[8,5], row: f32[1,5], i: s32[]) -> f32[8,5] {
+  %stack = f32[8,5]{1,0:T(8,128)} parameter(0)
+  %row = f32[1,5]{1,0:T(8,128)S(1)} parameter(1)
+  %i = s32[]{:T(128)S(6)} parameter(2)
+  %zero = s32[]{:T(128)} constant(0)
+  ROOT %dus = f32[8,5]{1,0:T(8,128)} dynamic-update-slice(%stack, %row, %i, %zero)
+}
+
+%read_row (stack: f32[8,5], i: s32[]) -> f32[1,5] {
+  %stack.1 = f32[8,5]{1,0:T(8,128)} parameter(0)
+  %i.1 = s32[]{:T(128)S(6)} parameter(1)
+  %zero.1 = s32[]{:T(128)} constant(0)
+  %slice = f32[1,5]{1,0:T(8,128)} dynamic-slice(%stack.1, %i.1, %zero.1), sizes={1,5}
+  ROOT %minus = f32[1,5]{1,0:T(8,128)S(1)} negate(%slice)
+}
+
+%body (state: (f32[8,5], s32[])) -> (f32[8,5], s32[]) {
+  %state = (f32[8,5]{1,0:T(8,128)}, s32[]{:T(128)S(6)}) parameter(0)
+  %s = f32[8,5]{1,0:T(8,128)} get-tuple-element(%state), index=0
+  %n = s32[]{:T(128)S(6)} get-tuple-element(%state), index=1
+  %f = f32[1,5]{1,0:T(8,128)S(1)} fusion(%s, %n), kind=kLoop, calls=%read_row
+  %g = f32[8,5]{1,0:T(8,128)} fusion(%s, %f, %n), kind=kLoop, calls=%write_row
+  ROOT %next = (f32[8,5]{1,0:T(8,128)}, s32[]{:T(128)S(6)}) tuple(%g, %n)
+}
+
+%condition (state.2: (f32[8,5], s32[])) -> pred[] {
+  %state.2 = (f32[8,5]{1,0:T(8,128)}, s32[]{:T(128)S(6)}) parameter(0)
+  ROOT %true = pred[]{:T(128)} constant(true)
+}
+
+ENTRY %main (a: f32[8,5], n: s32[]) -> f32[8,5] {
+  %a = f32[8,5]{1,0:T(8,128)} parameter(0)
+  %m = s32[]{:T(128)S(6)} parameter(1)
+  %cs = (f32[8,5]{1,0:T(8,128)S(1)}, f32[8,5]{1,0}, u32[]{:S(2)}) copy-start(%a)
+  %fast = f32[8,5]{1,0:T(8,128)S(1)} copy-done(%cs)
+  %twice = f32[8,5]{1,0:T(8,128)S(1)} add(%fast, %fast)
+  %slow = f32[8,5]{1,0:T(8,128)} add(%twice, %twice)
+  %start = (f32[8,5]{1,0:T(8,128)}, s32[]{:T(128)S(6)}) tuple(%slow, %m)
+  %loop = (f32[8,5]{1,0:T(8,128)}, s32[]) while(%start), condition=%condition, body=%body
+  ROOT %out = f32[8,5]{1,0:T(8,128)} get-tuple-element(%loop), index=0
+}
+"""
+
+
+def test_vector_memory_and_unused_rows_do_not_count():
+  stack, row = 160, 20
+  assert hbm.num_bytes(PROGRAM) == stack + stack + row + row
+
+
+@pytest.mark.parametrize(
+  'function',
+  [
+    lambda x, y: x @ y,
+    lambda x, y: jnp.tanh(x) @ y.T + 1,
+    lambda x, y: jax.lax.dynamic_slice(x, (y[0, 0].astype(int), 0), (1, 24)) * 2,
+    lambda x, y: (x.sum(0), y.max(1)),
+  ],
+)
+def test_without_a_vector_memory_the_compiler_counts_as_many(function):
+  x = jax.ShapeDtypeStruct((24, 24), np.float32)
+  compiled = jax.jit(function).lower(x, x).compile()
+  want = compiled.cost_analysis()['bytes accessed']
+  assert hbm.num_bytes(compiled.as_text()) == pytest.approx(want, rel=0.02)
