@@ -7,7 +7,8 @@ import pytest
 
 from vit_jax.planning import hbm
 
-# Two updates of a row of 20 bytes in a loop, between copies to the vector memory and back.
+# A row is read and written in a loop, after a copy to the vector memory and back. Tiles of
+# 8 x 128 numbers pad an array of 8 x 5 to 4,096 bytes, as they pad a row of 5.
 PROGRAM = """
 HloModule update, is_scheduled=true
 
@@ -44,7 +45,7 @@ HloModule update, is_scheduled=true
 ENTRY %main (a: f32[8,5], n: s32[]) -> f32[8,5] {
   %a = f32[8,5]{1,0:T(8,128)} parameter(0)
   %m = s32[]{:T(128)S(6)} parameter(1)
-  %cs = (f32[8,5]{1,0:T(8,128)S(1)}, f32[8,5]{1,0}, u32[]{:S(2)}) copy-start(%a)
+  %cs = (f32[8,5]{1,0:T(8,128)S(1)}, f32[8,5]{1,0:T(8,128)}, u32[]) copy-start(%a)
   %fast = f32[8,5]{1,0:T(8,128)S(1)} copy-done(%cs)
   %twice = f32[8,5]{1,0:T(8,128)S(1)} add(%fast, %fast)
   %slow = f32[8,5]{1,0:T(8,128)} add(%twice, %twice)
@@ -56,8 +57,24 @@ ENTRY %main (a: f32[8,5], n: s32[]) -> f32[8,5] {
 
 
 def test_vector_memory_and_unused_rows_do_not_count():
-  stack, row = 160, 20
-  assert hbm.num_bytes(PROGRAM) == stack + stack + row + row
+  to_vector_memory = from_vector_memory = read_row = write_row = 4096
+  total = to_vector_memory + from_vector_memory + read_row + write_row
+  assert hbm.num_bytes(PROGRAM) == total
+
+
+@pytest.mark.parametrize(
+  'shape, size',
+  [
+    ('f32[3,5]', 60),
+    ('f32[3,5]{0,1:T(8,128)}', 8 * 128 * 4),
+    ('bf16[2,3,200]{2,1,0:T(8,128)(2,1)}', 2 * 8 * 256 * 2),
+    ('bf16[2,200,3]{1,2,0:T(8,128)(2,1)}', 2 * 8 * 256 * 2),
+    ('s32[]{:T(128)}', 4),
+    ('(pred[7]{0:T(512)}, u32[]{:S(2)})', 512 + 4),
+  ],
+)
+def test_tiles_pad_arrays(shape, size):
+  assert sum(array.size for array in hbm.arrays(shape)) == size
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Counts the bytes that a program compiled for TPUs moves to and from main memory.
 
 The compiler's own count, `bytes accessed`, includes arrays that stay in the vector memory
-of a core, whose layouts say S(1): on a v5e, two thirds of the bytes of a ViT-B/16. Here,
-each operation reads its operands and writes its results in main memory once, but of
+of a core, whose layouts say S(1): on a v5e, half of the bytes of a ViT-B/16. Here, each
+operation reads its operands and writes its results in main memory once, but of
 slices only the part that is read or written. The body of a loop counts once.
 """
 
@@ -85,14 +85,29 @@ def _parse(hlo: str) -> tuple[dict[str, _Computation], str]:
 
 
 def arrays(shape: str) -> list[_Array]:
-  """Returns the arrays of a shape, text such as '(f32[2,3]{1,0}, u32[])'."""
+  """Returns the arrays of a shape, text such as '(f32[2,3]{1,0:T(8,128)}, u32[])'."""
   result = []
   for match in _ARRAY.finditer(shape):
     if match['type'] in _SIZES:
-      lengths = [int(n) for n in match['lengths'].split(',') if n]
-      size = _SIZES[match['type']] * math.prod(lengths)
-      result.append(_Array(size, 'S(' not in (match['layout'] or '')))
+      layout = match['layout'] or ''
+      elements = math.prod(_padded(_numbers(match['lengths']), layout))
+      result.append(_Array(_SIZES[match['type']] * elements, 'S(' not in layout))
   return result
+
+
+def _padded(lengths: list[int], layout: str) -> list[int]:
+  """Returns the lengths of the axes from minor to major, padded to whole tiles."""
+  order, _, tiles = layout.strip('{}').partition(':')
+  lengths = [lengths[axis] for axis in _numbers(order)] or lengths
+  if tile := re.match(r'T\(([\d,]*)\)', tiles):
+    for i, side in enumerate(reversed(_numbers(tile[1]))):
+      if i < len(lengths):
+        lengths[i] = -(-lengths[i] // side) * side
+  return lengths
+
+
+def _numbers(text: str) -> list[int]:
+  return [int(n) for n in text.split(',') if n]
 
 
 def _size(shape: str) -> int:
