@@ -4,7 +4,8 @@ A kernel W that `config.lora.on` selects gets two arrays next to it in the tree,
 `kernel_lora_a` [*inputs, r] and `kernel_lora_b` [r, *outputs]. The model computes with
 W + alpha / r * A B, so that it needs no layers of its own: any kernel of any model can
 be adapted. A starts with random numbers and B with zeros, so the first update starts
-from W. Only adapters and heads are trained, stored and have an optimiser state.
+from W. Only adapters and heads are trained, stored and have an optimiser state; the
+heads of EoMT include its queries.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +23,8 @@ from vit_jax.distributed import sharding
 from vit_jax.learning import optim
 
 A, B = '_lora_a', '_lora_b'  # Ends of their paths.
-_HEAD = '(^|[/_])head/'
+# Heads of classifiers, detectors and segmenters, and the queries and masks of EoMT.
+_HEAD = '(^|[/_])head(_norm)?/|^queries$|^(mask_mlp|upscale_[0-9]+)/'
 # Uniform in 1 / sqrt(inputs), as torch.nn.Linear and PEFT.
 _INIT = nn.initializers.variance_scaling(1 / 3, 'fan_in', 'uniform')
 

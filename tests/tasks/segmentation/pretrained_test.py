@@ -8,6 +8,8 @@ import pytest
 from tests import tiny_models, torch_models
 from vit_jax import checkpoint
 from vit_jax.commands import train as train_command
+from vit_jax.configs import common
+from vit_jax.learning import lora
 from vit_jax.run import config as run_config
 from vit_jax.weights import reading
 
@@ -118,3 +120,12 @@ def test_encoders_of_all_families_start_segmenters(tmp_path, family, caplog):
       if not name.startswith('embedding/'):  # Pixels have another scale here.
         np.testing.assert_array_equal(x, stored[name])
   assert 'num_query_layers' not in caplog.text  # Encoders have none.
+
+
+@pytest.mark.parametrize('head_flags', [(), EOMT_FLAGS], ids=['linear', 'eomt'])
+def test_adapters_freeze_the_encoder_and_train_new_parameters(tmp_path, head_flags):
+  FILES['DINOv2'](tmp_path / 'weights')
+  params, weights = load(tmp_path / 'weights', *head_flags)
+  config = common.get_config()
+  config.lora.rank = 2
+  assert lora.base(weights, params, config).keys() == weights.keys()
