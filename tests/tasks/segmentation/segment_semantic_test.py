@@ -629,6 +629,12 @@ def test_layers_that_do_not_exist_are_rejected(data):
       "'lake', which is not one of the 3 classes",
     ),
     ('class_weights', 'balanced', 'set weights by name'),
+    ('pp', {'resize': 32}, 'crops the centre .* set --config.pp.resize=None'),
+    (
+      'pp',
+      {'resize': 32, 'match_pretrained': True},
+      'crops the centre .* set --config.pp.match_pretrained=False, or a size',
+    ),
     ('pp', {'randaugment': (2, 10)}, 'moves the pixels .* not those of masks'),
     ('label_smoothing', 0.1, 'set --config.label_smoothing=0'),
     ('loss', 'sigmoid', 'set --config.loss=softmax'),

@@ -377,9 +377,16 @@ def _at_any_size(
 def _check_keys(config: ml_collections.ConfigDict) -> None:
   """Raises ValueError if keys are set that have no effect on pixels."""
   if config.pp.resize is not None:
+    remedy = '--config.pp.resize=None'
+    if config.pp.match_pretrained:
+      # None is the default, which the weights replace.
+      remedy = (
+        "--config.pp.match_pretrained=False, or a size in the config's argument, as in "
+        'configs/vit.py:pretrained,DATA,518'
+      )
     raise ValueError(
       f'resize={config.pp.resize} crops the centre of images in evaluation, and every '
-      f"pixel counts with task='{config.task}': set --config.pp.resize=None"
+      f"pixel counts with task='{config.task}': set {remedy}"
     )
   if config.pp.randaugment:
     raise ValueError(
