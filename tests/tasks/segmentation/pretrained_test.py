@@ -1,5 +1,8 @@
 """Tests of segmentation that starts from the weights of other Vision Transformers."""
 
+import ast
+import re
+
 import flax.traverse_util
 import jax
 import numpy as np
@@ -9,8 +12,9 @@ from tests import tiny_models, torch_models
 from vit_jax import checkpoint
 from vit_jax.commands import train as train_command
 from vit_jax.configs import common
-from vit_jax.learning import lora
+from vit_jax.learning import lora, optim
 from vit_jax.run import config as run_config
+from vit_jax.tasks.segmentation import encoders
 from vit_jax.weights import reading
 
 timm, transformers = torch_models.timm, torch_models.transformers
@@ -129,3 +133,17 @@ def test_adapters_freeze_the_encoder_and_train_new_parameters(tmp_path, head_fla
   config = common.get_config()
   config.lora.rank = 2
   assert lora.base(weights, params, config).keys() == weights.keys()
+
+
+def test_random_queries_are_not_frozen(tmp_path):
+  FILES['DINOv2'](tmp_path / 'weights')
+  params, weights = load(tmp_path / 'weights', *EOMT_FLAGS)
+  config = common.get_config()
+  config.lr_multipliers = (('head', 1.0), ('', 0.0))
+  with pytest.raises(ValueError, match="freezes .*lacks, such as 'mask_mlp/") as error:
+    encoders.check_frozen(config, weights, params)
+  encoders.check_frozen(config, params, params)
+  remedy = re.search('lr_multipliers="(.*)"', str(error.value))
+  config.lr_multipliers = ast.literal_eval(remedy[1])
+  encoders.check_frozen(config, weights, params)
+  assert optim.frozen_sizes(config.lr_multipliers, params).keys() == weights.keys()

@@ -20,7 +20,6 @@ from vit_jax.tasks.detection import matching
 from vit_jax.tasks.segmentation import encoders, postprocess, set_losses
 
 _POWER = 0.9  # Exponent of the schedule of masked attention, as in the released code.
-_NEW_PARAMS = ('queries', 'mask_mlp/', 'upscale_', 'class_head/')
 
 
 def mask_rates(step: jax.Array | int, total_steps: int, num_layers: int) -> jax.Array:
@@ -76,7 +75,7 @@ def new_params(
 ) -> tuple[str, ...]:
   """Returns what weights lack or have for other classes or numbers of queries."""
   prefixes = [*encoders.new_params(weights)]
-  for prefix in _NEW_PARAMS:
+  for prefix in encoders.QUERIES_AND_MASKS:
     paths = [path for path in shapes if path.startswith(prefix)]
     if any(
       path not in weights or weights[path].shape != shapes[path].shape for path in paths

@@ -29,6 +29,7 @@ from vit_jax.tasks.detection import (
   segments as segments_lib,
 )
 from vit_jax.tasks.segmentation import (
+  encoders,
   eomt,
   postprocess,
   predicting_masks,
@@ -108,6 +109,9 @@ class Task(segment.Task):
     if class_names is not None and tuple(class_names) != self.class_names:
       return tuple(dict.fromkeys((*prefixes, 'class_head/')))
     return prefixes
+
+  def check_weights(self, weights: Mapping[str, Any], params: Any) -> None:
+    encoders.check_frozen(self.config, weights, params)
 
   def augment(self, batch: base.Batch, rng: jax.Array) -> base.Batch:
     """Adds the targets of images, and factors of the global batch."""

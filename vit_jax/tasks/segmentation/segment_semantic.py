@@ -33,6 +33,7 @@ from vit_jax.learning import losses as losses_lib
 from vit_jax.tasks import base
 from vit_jax.tasks.segmentation import (
   class_maps,
+  encoders,
   figures,
   heads,
   losses,
@@ -269,6 +270,9 @@ class Task(base.Task):
     class_names: Any,
   ) -> tuple[str, ...]:
     return self.head.new_params(weights, shapes)
+
+  def check_weights(self, weights: Mapping[str, Any], params: Any) -> None:
+    encoders.check_frozen(self.config, weights, params)
 
   def augment(self, batch: base.Batch, rng: jax.Array) -> base.Batch:
     return self.head.augment(batch)
