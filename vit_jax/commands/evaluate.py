@@ -45,13 +45,14 @@ _FLAGS = {
     nargs='?',
     const='',
     metavar='FOLDER',
-    help='print precision, recall, F1, AUROC and calibration by class, or the errors of a '
-    'regression, and write them to FOLDER (default: report/ in the workdir)',
+    help='print precision, recall, F1, AUROC and calibration by class, the IoU by class of '
+    'a segmentation, or the errors of a regression, and write them to FOLDER (default: '
+    'report/ in the workdir)',
   ),
   '--predictions': dict(
     metavar='FILE',
-    help='write label, predicted class and probabilities of each image, or true and '
-    'predicted numbers, to a .csv, .jsonl or .parquet file',
+    help='write label, predicted class and probabilities of each image, true and predicted '
+    'numbers, or the measures of a segmentation to a .csv, .jsonl or .parquet file',
   ),
   '--calibrate': dict(
     metavar='SPLIT',

@@ -9,7 +9,8 @@ right, bottom edge in pixels). With --out=FILE.parquet, .csv or .jsonl, or --out
 of Parquet files, any number of images becomes a table with one row per image; run the
 same command again to resume it. Independent tasks write to one folder with
 --shard=0/50, ..., --shard=49/50.
-See docs/runs.md, docs/detection.md, docs/image_text.md and docs/pixels.md.
+See docs/runs.md, docs/detection.md, docs/segmentation.md, docs/image_text.md and
+docs/pixels.md.
 """
 
 import argparse
@@ -57,7 +58,7 @@ _FLAGS = {
 _OUTPUT = {
   '--out': dict(
     help='table to write (.parquet, .csv, .jsonl or FOLDER/), or PNG: required by models that '
-    'draw images, optional for detectors, which draw boxes'
+    'draw images, optional for detectors and segmenters, which draw boxes or classes'
   ),
   '--embeddings': dict(
     metavar='LAYER',
