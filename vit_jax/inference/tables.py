@@ -245,8 +245,7 @@ def write(
   blocks = _blocks(count, column_types)
   facts = {
     **facts,
-    'weights': sharding.digest((model.params, model.extra)),
-    'config': _config_digest(model),
+    **model_facts(model),
     'images': source.fingerprint(),
     'columns': repr(column_types),
     'block': len(blocks[0]),
@@ -338,6 +337,14 @@ def _compute(
   results = processes.attempt('computing the table', lambda: [computed, rate])
   counts, rates = zip(*results)
   return sum(counts), sum(rates)
+
+
+def model_facts(model: Any) -> dict[str, str]:
+  """Returns hashes of the weights and the config that determine the outputs."""
+  return {
+    'weights': sharding.digest((model.params, model.extra)),
+    'config': _config_digest(model),
+  }
 
 
 def _config_digest(model: Any) -> str:

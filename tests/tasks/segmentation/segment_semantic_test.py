@@ -526,6 +526,18 @@ def test_masks_are_written_with_numbers_and_palette(
   assert height >= 3 * 256
 
 
+def test_masks_of_another_model_are_not_kept(model, data, tmp_path):
+  path = str(data / 'test/images/0.png')
+  folder = str(tmp_path / 'masks')
+  list(model.report([path], masks=folder))
+  assert list(model.report([path], masks=folder)) == [f'{path}\n  mask exists']
+  other = model.with_options({'window': 16})
+  with pytest.raises(ValueError, match='has masks of other config: delete them'):
+    list(other.report([path], masks=folder))
+  with pytest.raises(ValueError, match='which model .*test/images/0.png'):
+    list(model.report([path], masks=str(data / 'test/images')))
+
+
 def test_options_of_a_run_are_replaced_in_predictions(model, workdir, data, tmp_path):
   """A window of the size of the input does not squeeze the image of 24 x 32 pixels."""
   path = str(data / 'test/images/0.png')

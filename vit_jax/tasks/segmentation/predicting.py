@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import functools
 import html
 import io
+import json
 import os
 from typing import Any
 
@@ -22,6 +23,7 @@ from vit_jax.tasks import predict_flags
 from vit_jax.tasks.segmentation import class_maps
 
 _SHOWN = 5  # Classes of an image that are printed.
+_RECORD = '.masks.json'  # Hashes of the model of a folder of masks.
 _CHUNK = 64  # Images whose maps are in memory at the same time.
 FLAGS = predict_flags.SEMANTIC.FLAGS
 
@@ -131,12 +133,14 @@ class Predictor(predictor_lib.Predictor):
     """Yields the shares of the largest classes of each image.
 
     Writes overlays to a picture `out`, and masks to a folder; images whose mask is there
-    are left out. Raises ValueError if two images have the same name.
+    are left out. Raises ValueError if two images have the same name, or if the folder
+    has masks of another model.
     """
     mask_paths = None
     if masks is not None:
       mask_paths = _mask_paths(images, masks)
       _make_folder(masks)
+      self._claim_folder(masks, mask_paths)
     pictures = []
     for path, class_map in self._maps(images, mask_paths, resume=out is None):
       if class_map is None:
@@ -156,6 +160,28 @@ class Predictor(predictor_lib.Predictor):
     if out is not None:
       overlays.save(pictures, out)
       yield f'picture: {out}'
+
+  def _claim_folder(self, masks: str, mask_paths: dict[str, str]) -> None:
+    """Records the model in the folder; ValueError if its masks are of another one."""
+    facts = tables.model_facts(self)
+    record = epath.Path(masks) / _RECORD
+    if record.exists():
+      stored = files.read_json(record)
+      differing = [key for key, value in facts.items() if stored.get(key) != value]
+      if differing:
+        raise ValueError(
+          f"masks='{masks}' has masks of other {', '.join(differing)}: delete them with "
+          f"'{record}', or pass another folder (--masks)"
+        )
+      return
+    for path in mask_paths.values():
+      if epath.Path(path).exists():
+        raise ValueError(
+          f"masks='{masks}' has no '{_RECORD}' that says which model '{path}' is of: "
+          'pass another folder (--masks)'
+        )
+    with files.naming_output(masks, 'masks'):
+      files.write(record, json.dumps(facts, indent=1))
 
   def _maps(
     self, images: Sequence[str], mask_paths: dict[str, str] | None, resume: bool
