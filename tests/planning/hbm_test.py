@@ -74,7 +74,7 @@ def test_vector_memory_and_unused_rows_do_not_count():
   ],
 )
 def test_tiles_pad_arrays(shape, size):
-  assert sum(array.size for array in hbm.arrays(shape)) == size
+  assert sum(array.padded_size for array in hbm.arrays(shape)) == size
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ _FREE = {
 
 class _Array(NamedTuple):
   size: int  # Bytes.
+  padded_size: int  # Bytes with the padding to whole tiles.
   in_main_memory: bool
 
 
@@ -89,9 +90,11 @@ def arrays(shape: str) -> list[_Array]:
   result = []
   for match in _ARRAY.finditer(shape):
     if match['type'] in _SIZES:
+      itemsize, lengths = _SIZES[match['type']], _numbers(match['lengths'])
       layout = match['layout'] or ''
-      elements = math.prod(_padded(_numbers(match['lengths']), layout))
-      result.append(_Array(_SIZES[match['type']] * elements, 'S(' not in layout))
+      size = itemsize * math.prod(lengths)
+      padded_size = itemsize * math.prod(_padded(lengths, layout))
+      result.append(_Array(size, padded_size, 'S(' not in layout))
   return result
 
 
@@ -112,7 +115,7 @@ def _numbers(text: str) -> list[int]:
 
 def _size(shape: str) -> int:
   """Returns the bytes of the arrays of a shape that are in main memory."""
-  return sum(array.size for array in arrays(shape) if array.in_main_memory)
+  return sum(array.padded_size for array in arrays(shape) if array.in_main_memory)
 
 
 def _traffic(
@@ -126,7 +129,7 @@ def _traffic(
     return 0
   if opcode in ('copy-start', 'slice-start'):
     ends = arrays(instruction.shape)[:2]  # Source and target, in either order.
-    copied = min(array.size for array in ends)
+    copied = min(array.padded_size for array in ends)
     return copied * sum(array.in_main_memory for array in ends)
   if opcode.endswith('-start'):  # A collective: the shape has the operands too.
     return _size(instruction.shape)
@@ -148,7 +151,7 @@ def _bytes_read(array: _Instruction, computation: _Computation) -> int:
   parts = 0
   for user in users:
     if user.opcode in _SLICES and user.operands[0] == array.name:
-      parts += sum(x.size for x in arrays(user.shape))
+      parts += sum(x.padded_size for x in arrays(user.shape))
     elif user.opcode != 'dynamic-update-slice' or user.operands[0] != array.name:
       return size
   return min(size, parts)
@@ -165,4 +168,4 @@ def _bytes_written(result: _Instruction, computation: _Computation) -> int:
   if result.opcode != 'dynamic-update-slice':
     return size
   update = computation[result.operands[1]]
-  return min(size, sum(x.size for x in arrays(update.shape)))
+  return min(size, sum(x.padded_size for x in arrays(update.shape)))
