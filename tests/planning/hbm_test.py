@@ -7,58 +7,66 @@ import pytest
 
 from vit_jax.planning import hbm
 
-# A row is read and written in a loop, after a copy to the vector memory and back. Tiles of
-# 8 x 128 numbers pad an array of 8 x 5 to 4,096 bytes, as they pad a row of 5.
+# An image is read and written in a loop, after a copy to the vector memory and back. Tiles
+# of 8 x 128 numbers pad its 8 x 500 numbers to 8 x 512.
 PROGRAM = """
 HloModule update, is_scheduled=true
 
-%write_row (stack: f32[8,5], row: f32[1,5], i: s32[]) -> f32[8,5] {
-  %stack = f32[8,5]{1,0:T(8,128)} parameter(0)
-  %row = f32[1,5]{1,0:T(8,128)S(1)} parameter(1)
+%write_image (stack: f32[3,8,500], image: f32[1,8,500], i: s32[]) -> f32[3,8,500] {
+  %stack = f32[3,8,500]{2,1,0:T(8,128)} parameter(0)
+  %image = f32[1,8,500]{2,1,0:T(8,128)S(1)} parameter(1)
   %i = s32[]{:T(128)S(6)} parameter(2)
   %zero = s32[]{:T(128)} constant(0)
-  ROOT %dus = f32[8,5]{1,0:T(8,128)} dynamic-update-slice(%stack, %row, %i, %zero)
+  ROOT %dus = f32[3,8,500]{2,1,0:T(8,128)} dynamic-update-slice(%stack, %image, %i, %zero, %zero)
 }
 
-%read_row (stack: f32[8,5], i: s32[]) -> f32[1,5] {
-  %stack.1 = f32[8,5]{1,0:T(8,128)} parameter(0)
-  %i.1 = s32[]{:T(128)S(6)} parameter(1)
+%slice_image (i.2: s32[], stack.2: f32[3,8,500]) -> f32[1,8,500] {
+  %i.2 = s32[]{:T(128)S(6)} parameter(0)
+  %stack.2 = f32[3,8,500]{2,1,0:T(8,128)} parameter(1)
   %zero.1 = s32[]{:T(128)} constant(0)
-  %slice = f32[1,5]{1,0:T(8,128)} dynamic-slice(%stack.1, %i.1, %zero.1), sizes={1,5}
-  ROOT %minus = f32[1,5]{1,0:T(8,128)S(1)} negate(%slice)
+  ROOT %image.1 = f32[1,8,500]{2,1,0:T(8,128)} dynamic-slice(%stack.2, %i.2, %zero.1, %zero.1), sizes={1,8,500}
 }
 
-%body (state: (f32[8,5], s32[])) -> (f32[8,5], s32[]) {
-  %state = (f32[8,5]{1,0:T(8,128)}, s32[]{:T(128)S(6)}) parameter(0)
-  %s = f32[8,5]{1,0:T(8,128)} get-tuple-element(%state), index=0
+%read_image (stack: f32[3,8,500], i: s32[]) -> f32[1,8,500] {
+  %stack.1 = f32[3,8,500]{2,1,0:T(8,128)} parameter(0)
+  %i.1 = s32[]{:T(128)S(6)} parameter(1)
+  %slice = f32[1,8,500]{2,1,0:T(8,128)} fusion(%i.1, %stack.1), kind=kLoop, calls=%slice_image
+  ROOT %minus = f32[1,8,500]{2,1,0:T(8,128)S(1)} negate(%slice)
+}
+
+%body (state: (f32[3,8,500], s32[])) -> (f32[3,8,500], s32[]) {
+  %state = (f32[3,8,500]{2,1,0:T(8,128)}, s32[]{:T(128)S(6)}) parameter(0)
+  %s = f32[3,8,500]{2,1,0:T(8,128)} get-tuple-element(%state), index=0
   %n = s32[]{:T(128)S(6)} get-tuple-element(%state), index=1
-  %f = f32[1,5]{1,0:T(8,128)S(1)} fusion(%s, %n), kind=kLoop, calls=%read_row
-  %g = f32[8,5]{1,0:T(8,128)} fusion(%s, %f, %n), kind=kLoop, calls=%write_row
-  ROOT %next = (f32[8,5]{1,0:T(8,128)}, s32[]{:T(128)S(6)}) tuple(%g, %n)
+  %f = f32[1,8,500]{2,1,0:T(8,128)S(1)} fusion(%s, %n), kind=kLoop, calls=%read_image
+  %g = f32[3,8,500]{2,1,0:T(8,128)} fusion(%s, %f, %n), kind=kLoop, calls=%write_image
+  ROOT %next = (f32[3,8,500]{2,1,0:T(8,128)}, s32[]{:T(128)S(6)}) tuple(%g, %n)
 }
 
-%condition (state.2: (f32[8,5], s32[])) -> pred[] {
-  %state.2 = (f32[8,5]{1,0:T(8,128)}, s32[]{:T(128)S(6)}) parameter(0)
+%condition (state.2: (f32[3,8,500], s32[])) -> pred[] {
+  %state.2 = (f32[3,8,500]{2,1,0:T(8,128)}, s32[]{:T(128)S(6)}) parameter(0)
   ROOT %true = pred[]{:T(128)} constant(true)
 }
 
-ENTRY %main (a: f32[8,5], n: s32[]) -> f32[8,5] {
-  %a = f32[8,5]{1,0:T(8,128)} parameter(0)
+ENTRY %main (a: f32[3,8,500], n: s32[]) -> f32[3,8,500] {
+  %a = f32[3,8,500]{2,1,0:T(8,128)} parameter(0)
   %m = s32[]{:T(128)S(6)} parameter(1)
-  %cs = (f32[8,5]{1,0:T(8,128)S(1)}, f32[8,5]{1,0:T(8,128)}, u32[]) copy-start(%a)
-  %fast = f32[8,5]{1,0:T(8,128)S(1)} copy-done(%cs)
-  %twice = f32[8,5]{1,0:T(8,128)S(1)} add(%fast, %fast)
-  %slow = f32[8,5]{1,0:T(8,128)} add(%twice, %twice)
-  %start = (f32[8,5]{1,0:T(8,128)}, s32[]{:T(128)S(6)}) tuple(%slow, %m)
-  %loop = (f32[8,5]{1,0:T(8,128)}, s32[]) while(%start), condition=%condition, body=%body
-  ROOT %out = f32[8,5]{1,0:T(8,128)} get-tuple-element(%loop), index=0
+  %new = f32[3,8,500]{2,1,0:T(8,128)} custom-call(), custom_call_target="AllocateBuffer"
+  %cs = (f32[3,8,500]{2,1,0:T(8,128)S(1)}, f32[3,8,500]{2,1,0:T(8,128)}, u32[]) copy-start(%a)
+  %fast = f32[3,8,500]{2,1,0:T(8,128)S(1)} copy-done(%cs)
+  %twice = f32[3,8,500]{2,1,0:T(8,128)S(1)} add(%fast, %fast)
+  %slow = f32[3,8,500]{2,1,0:T(8,128)} add(%twice, %twice)
+  %start = (f32[3,8,500]{2,1,0:T(8,128)}, s32[]{:T(128)S(6)}) tuple(%slow, %m)
+  %loop = (f32[3,8,500]{2,1,0:T(8,128)}, s32[]) while(%start), condition=%condition, body=%body
+  ROOT %out = f32[3,8,500]{2,1,0:T(8,128)} get-tuple-element(%loop), index=0
 }
 """
 
 
-def test_vector_memory_and_unused_rows_do_not_count():
-  to_vector_memory = from_vector_memory = read_row = write_row = 4096
-  total = to_vector_memory + from_vector_memory + read_row + write_row
+def test_vector_memory_and_unused_images_do_not_count():
+  image = 8 * 512 * 4
+  to_vector_memory = from_vector_memory = 3 * image
+  total = to_vector_memory + from_vector_memory + 2 * image
   assert hbm.num_bytes(PROGRAM) == total
 
 

@@ -18,6 +18,7 @@ _COMPUTATION = re.compile(r'(?P<entry>ENTRY )?(?P<name>%[\w.-]+) .*\{$')
 # Name, shape, opcode, operands and attributes.
 _INSTRUCTION = re.compile(r' +(?:ROOT )?(%[\w.-]+) = (.*?) ([\w-]+)\(([^)]*)\)(.*)')
 _NAME = re.compile(r'%[\w.-]+')
+_OPERAND = re.compile(r'%[\w.-]+|\d+$')
 _ARRAY = re.compile(r'(?P<type>\w+)\[(?P<lengths>[\d,]*)\](?P<layout>\{[^}]*\})?')
 # Computations that run as often as the instruction that names them.
 _CALLED = re.compile(r'(?:body|branch_computations|true_computation|to_apply)=([^=]*)')
@@ -39,7 +40,7 @@ class _Instruction(NamedTuple):
   name: str
   shape: str  # Text, such as '(bf16[2,3]{1,0:T(8,128)S(1)}, u32[])'.
   opcode: str
-  operands: list[str]  # Names.
+  operands: list[str]  # Names; of a parameter, its number.
   attributes: str
 
 
@@ -80,7 +81,7 @@ def _parse(hlo: str) -> tuple[dict[str, _Computation], str]:
     elif match := _INSTRUCTION.match(line):
       name, shape, opcode, operands, attributes = match.groups()
       instructions[name] = _Instruction(
-        name, shape, opcode, _NAME.findall(operands), attributes
+        name, shape, opcode, _OPERAND.findall(operands), attributes
       )
   return computations, entry
 
@@ -133,26 +134,48 @@ def _traffic(
     return copied * sum(array.in_main_memory for array in ends)
   if opcode.endswith('-start'):  # A collective: the shape has the operands too.
     return _size(instruction.shape)
+  if opcode == 'custom-call' and not instruction.operands:
+    return 0  # It allocates memory.
   if opcode == 'fusion':
-    [name] = re.findall(r'calls=(%[\w.-]+)', instruction.attributes)
-    inner = computations[name]
+    inner = computations[_called(instruction)]
     parameters = [x for x in inner.values() if x.opcode == 'parameter']
-    read = sum(_bytes_read(x, inner) for x in parameters)
+    read = sum(_bytes_read(x, inner, computations) for x in parameters)
     return read + _bytes_written(list(inner.values())[-1], inner)
   operands = [computation[x] for x in instruction.operands if x in computation]
-  read = sum(_bytes_read(x, {instruction.name: instruction}) for x in operands)
+  alone = {instruction.name: instruction}
+  read = sum(_bytes_read(x, alone, computations) for x in operands)
   return read + _bytes_written(instruction, computation)
 
 
-def _bytes_read(array: _Instruction, computation: _Computation) -> int:
+def _called(fusion: _Instruction) -> str:
+  """Returns the name of the computation of a fusion."""
+  [name] = re.findall(r'calls=(%[\w.-]+)', fusion.attributes)
+  return name
+
+
+def _bytes_read(
+  array: _Instruction,
+  computation: _Computation,
+  computations: Mapping[str, _Computation],
+) -> int:
   """Returns how many bytes of an array a computation reads from main memory."""
   size = _size(array.shape)
-  users = [x for x in computation.values() if array.name in x.operands]
   parts = 0
-  for user in users:
-    if user.opcode in _SLICES and user.operands[0] == array.name:
+  for user in computation.values():
+    if array.name not in user.operands:
+      continue
+    number = user.operands.index(array.name)
+    if user.opcode == 'fusion':
+      inner = computations[_called(user)]
+      [parameter] = [
+        x
+        for x in inner.values()
+        if x.opcode == 'parameter' and x.operands == [str(number)]
+      ]
+      parts += _bytes_read(parameter, inner, computations)
+    elif user.opcode in _SLICES and number == 0:
       parts += sum(x.padded_size for x in arrays(user.shape))
-    elif user.opcode != 'dynamic-update-slice' or user.operands[0] != array.name:
+    elif user.opcode != 'dynamic-update-slice' or number != 0:
       return size
   return min(size, parts)
 

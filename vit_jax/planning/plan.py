@@ -25,7 +25,7 @@ from vit_jax.layers import dtypes
 from vit_jax.planning import estimate, search, topology as topology_lib
 
 # Part of the cache key; change it when the cached values change.
-_FORMAT = '6'
+_FORMAT = '7'
 
 # Data set -> (training examples, classes).
 DATASETS = {
