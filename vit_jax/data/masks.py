@@ -24,7 +24,7 @@ import numpy as np
 from PIL import Image
 
 from vit_jax.data import records, typed_json
-from vit_jax.data.images import image_files, images
+from vit_jax.data.images import image_files, images, multichannel, png_checks
 from vit_jax.data.lazy import no_autograph, tf
 from vit_jax.distributed import files
 
@@ -71,14 +71,23 @@ def _read_classes_file(path: str) -> tuple[MaskClass, ...]:
     entries = typed_json.decode(content, list[str | dict])
     classes = []
     for number, entry in enumerate(entries):
-      fields = {'name': entry, 'id': number} if isinstance(entry, str) else entry
-      classes.append(msgspec.convert(fields, MaskClass))
+      classes.append(_read_class(number, entry))
     _check_classes(classes)
-  except (ValueError, msgspec.ValidationError) as e:
+  except ValueError as e:
     raise ValueError(
       f"'{path}' must be a list of classes, as in {_EXAMPLE}: {e}"
     ) from None
   return tuple(classes)
+
+
+def _read_class(number: int, entry: str | dict[str, Any]) -> MaskClass:
+  """Returns the class of an entry of classes.json; `number` counts them from 0."""
+  if isinstance(entry, str):
+    return MaskClass(entry, number)
+  try:
+    return msgspec.convert(entry, MaskClass)
+  except msgspec.ValidationError as e:
+    raise ValueError(f'entry {number + 1}: {e}') from None
 
 
 def classes_for(
@@ -208,21 +217,26 @@ class Reader:
     """Returns a hash of what the result depends on."""
     return files.digest([self._table, repr(self._colors).encode()])
 
-  def decode(self, encoded: bytes) -> np.ndarray:
+  def decode(self, encoded: bytes, shape: Sequence[int] | None = None) -> np.ndarray:
     """Returns the class of each pixel of an encoded mask, IGNORED for none.
 
-    int32 [height, width]. Raises ValueError if it is not a mask, or has a number or colour
-    of no class.
+    int32 [height, width]. Raises ValueError if it is not a mask, is not of a `shape`, or
+    has a number or colour of no class.
     """
     if encoded.startswith(_JPEG):
       raise ValueError('it is a JPEG, which changes the numbers of classes: use PNG')
+    if encoded.startswith(multichannel.NPY):
+      raise ValueError('it is an array (.npy): use PNG')
     if encoded[8:12] == b'WEBP' and b'VP8L' not in encoded:
       raise ValueError(
         'it is a lossy WebP, which changes the numbers of classes: use PNG'
       )
+    if shape is not None:
+      _check_shape(encoded, shape)
     fault, mode, pixels = images.from_pillow(encoded, _pixels)
     if fault:
       raise ValueError(fault)
+    png_checks.check(encoded, pixels)
     numbers = _numbers(mode, pixels, self._colors)
     classes = self._table[numbers]
     if (classes == _UNKNOWN).any():
@@ -240,19 +254,24 @@ class Reader:
     Raises InvalidArgumentError if the mask has another shape, and as `decode`.
     """
 
-    def decode(encoded: bytes) -> np.ndarray:
+    def decode(encoded: bytes | np.ndarray, shape: np.ndarray) -> np.ndarray:
       try:
-        return self.decode(encoded)
+        return self.decode(np.asarray(encoded).item(), shape.tolist())
       except images.decode_errors() as e:
         raise ValueError(f'a mask cannot be read: {e}') from None
 
-    classes = image_files.call_python(decode, encoded, tf.int32, [None, None])
-    tf.debugging.assert_equal(
-      tf.shape(classes),
-      shape,
-      'a mask has another height or width than its image: correct the data',
+    classes = tf.numpy_function(decode, [encoded, shape], tf.int32, stateful=False)
+    return tf.ensure_shape(classes, [None, None])
+
+
+def _check_shape(encoded: bytes, shape: Sequence[int]) -> None:
+  """Raises ValueError unless a mask has the height and width of its image."""
+  size = images.from_pillow(encoded, lambda image: image.size)
+  if size != (shape[1], shape[0]):
+    raise ValueError(
+      f'it has {size[0]} x {size[1]} pixels, and its image {shape[1]} x {shape[0]}: '
+      'write a mask of the size of its image'
     )
-    return classes
 
 
 def _pixels(image: Image.Image) -> tuple[str, str, np.ndarray]:
@@ -287,8 +306,9 @@ def _numbers(
   """Returns the number of each pixel of a mask, int64 [height, width]."""
   if mode in ('1', 'L', 'P') or mode.startswith('I'):
     numbers = pixels.astype(np.int64)
-    if numbers.min() < 0 or numbers.max() >= _NUMBERS:
-      raise ValueError(f'it has the number {numbers.max()}: use masks of 8 or 16 bits')
+    for number in (numbers.min(), numbers.max()):
+      if not 0 <= number < _NUMBERS:
+        raise ValueError(f'it has the number {number}: use masks of 8 or 16 bits')
     return numbers
   if mode in ('LA', 'PA'):
     return pixels[..., 0].astype(np.int64)

@@ -396,14 +396,56 @@ def test_masks_whose_compression_may_be_lossy_are_refused(kind, options):
 
 
 def test_mask_of_another_size_in_a_table_is_named_in_one_line():
+  """Before its pixels are decoded."""
   reader = masks.Reader(masks.numbered('abc'))
-  content = encoded(Image.new('L', (2, 2)))
+  content = encoded(Image.new('L', (2, 4)))[:44]  # The header and few pixels.
   data = tf.data.Dataset.from_tensors(content)
   data = data.map(lambda mask: reader.read(mask, tf.constant([2, 3])))
   with pytest.raises(tf.errors.InvalidArgumentError) as error:
     list(data)
-  line = image_files.first_line(error.value)
-  assert line == 'a mask has another height or width than its image: correct the data'
+  assert image_files.first_line(error.value) == (
+    'a mask cannot be read: it has 2 x 4 pixels, and its image 3 x 2: write a mask of the '
+    'size of its image'
+  )
+
+
+def test_damaged_pixels_of_a_png_are_noticed():
+  """Pillow reads these files."""
+  reader = masks.Reader(masks.numbered([str(i) for i in range(256)]))
+  numbers = np.arange(30, dtype=np.uint8).reshape(5, 6)
+  content = encoded(Image.fromarray(numbers))
+  start = content.index(b'IDAT') + 4
+  size = int.from_bytes(content[start - 8 : start - 4])
+  for content_of_mask in (
+    content[: start + size],  # Without the checksum.
+    content[: start + size] + b'    ' + content[start + size + 4 :],
+  ):
+    with pytest.raises(ValueError, match='damaged: their checksum differs'):
+      reader.decode(content_of_mask)
+  for position in range(start, start + size):
+    damaged = bytearray(content)
+    damaged[position] ^= 1
+    with pytest.raises(ValueError, match='damaged|truncated'):
+      reader.decode(bytes(damaged))
+  row = png_of(8, 0, b'123', 3)
+  assert reader.decode(row).tolist() == [[49, 50, 51]]
+  # Two rows of three pixels, of which there is one.
+  header = struct.pack('>IIBBBBB', 3, 2, 8, 0, 0, 0, 0)
+  checksum = struct.pack('>I', zlib.crc32(b'IHDR' + header))
+  with pytest.raises(ValueError, match='fewer rows than the 2 of its header'):
+    reader.decode(row[:16] + header + checksum + row[33:])
+
+
+def test_negative_numbers_and_arrays_are_named():
+  reader = masks.Reader(masks.numbered('abc'))
+  file = io.BytesIO()
+  Image.fromarray(np.array([[-4, 2]], np.int32)).save(file, 'TIFF')
+  with pytest.raises(ValueError, match='it has the number -4: use masks of 8'):
+    reader.decode(file.getvalue())
+  file = io.BytesIO()
+  np.save(file, np.zeros((2, 2)))
+  with pytest.raises(ValueError, match=r'it is an array \(.npy\): use PNG'):
+    reader.decode(file.getvalue())
 
 
 def test_many_classes_are_checked_in_linear_time(tmp_path):
@@ -492,6 +534,7 @@ def test_faults_of_masks_are_named_before_a_run(broken):
     ('[{"name": "sky", "id": 1, "colour": [1, 2, 3]}]', 'colour'),
     ('["sky", "sky"]', "two classes have the name 'sky'"),
     ('[{"name": "sky", "id": 70000}]', 'use 0 to 65535'),
+    ('["sky", {"name": "sea", "id": "1"}]', 'entry 2: Expected `int`, got `str`'),
     ('[{"name": "sky", "id": 0, "ignore": true}]', 'no class to learn'),
     ('["sky", ""]', 'the class of id 1 has no name'),
   ],
