@@ -331,7 +331,7 @@ def train_batches(
     return order.training_indices(source, positions, config.seed)
 
   data = train_dataset(config, source, example, rows, start_step)
-  batches = feeding.read(data, source, indices)
+  batches = feeding.read(data, source, indices, example)
   return feeding.on_devices(batches, mesh, config.prefetch)
 
 
@@ -352,7 +352,7 @@ def eval_batches(
     return numbers[positions[positions < len(numbers)]]
 
   data = eval_dataset(config, source, example, rows, numbers)
-  batches = feeding.read(data, source, indices)
+  batches = feeding.read(data, source, indices, example)
   return feeding.on_devices(batches, mesh, config.prefetch)
 
 

@@ -7,10 +7,14 @@ import json
 import datasets
 import numpy as np
 from PIL import Image
+import pyarrow as pa
+from pyarrow import parquet
 import pytest
 
 from tests import conftest
+from vit_jax import input_pipeline
 from vit_jax.data import masks, sources
+from vit_jax.distributed import sharding
 from vit_jax.run import config as run_config
 
 NAMES = ('sky', 'sea', 'sand')
@@ -165,3 +169,43 @@ def test_data_sets_of_the_hub(tmp_path, monkeypatch):
   source = open_split(dataset, classes=str(classes))
   assert_masks(source, range(6))
   assert len(source.mask_classes) == 4
+
+
+def write_table(folder, images, masks_of_images):
+  """Writes a table of images and masks, which pyarrow chooses the types of."""
+  columns = {'image': list(map(png, images)), masks.FEATURE: masks_of_images}
+  parquet.write_table(pa.table(columns), folder / 'train.parquet')
+  (folder / 'classes.json').write_text(json.dumps(NAMES))
+
+
+def test_masks_may_be_bytes_and_nothing_else(tmp_path):
+  images = [Image.new('RGB', make_mask(i).size, (i, 0, 0)) for i in range(3)]
+  write_table(tmp_path, images, [png(make_mask(i)) for i in range(3)])
+  assert_masks(open_split(tmp_path), range(3))
+  for values, kind in (([0, 1, 2], 'int64'), (['0.png'] * 3, 'string')):
+    write_table(tmp_path, images, values)
+    with pytest.raises(
+      ValueError, match=f"train.parquet' has .* {kind} in 'segm.*: write"
+    ):
+      open_split(tmp_path)
+
+
+@pytest.mark.parametrize('is_training', [True, False])
+def test_the_row_of_a_wrong_mask_is_named(tmp_path, is_training):
+  encoded_masks = [png(Image.new('L', (8, 8)))] * 5
+  encoded_masks[3] = png(Image.new('L', (8, 4)))
+  write_table(tmp_path, [Image.new('RGB', (8, 8))] * 5, encoded_masks)
+  config = conftest.make_tiny_config(None)
+  config.update(task='segment_semantic', dataset=str(tmp_path), batch=8, batch_eval=8)
+  config.pp.update(crop=8, channels=3)
+  config = run_config.complete(config)
+  source = sources.open_split(config, 'train', ('image', masks.FEATURE))
+  task_class = run_config.get_task(config.task)
+  task = task_class(config, task_class.make_metadata(config, source))
+  mesh = sharding.make_mesh({'data': -1})
+  if is_training:
+    batches = input_pipeline.train_batches(config, source, task.example, mesh)
+  else:
+    batches = input_pipeline.task_batches(task, source, mesh)
+  with pytest.raises(ValueError, match=r'row 3 of train.parquet: .* has 8 x 4 pixels'):
+    next(batches)

@@ -3,7 +3,7 @@
   image  a column {bytes, path}: `image` or the first such column; or `image` is bytes.
          Where the bytes are null, the path of a file
   segmentation_mask
-         such a column of this name, or `mask`, `annotation` or `label`
+         such a column or bytes; or a column {bytes, path} named `mask`, `annotation` or `label`
   label  number or name of a class, or a list of them; null and -1 are none. `label`, or
          else the first class label in the metadata of `datasets`
   ...    all other columns of numbers, booleans, strings, or lists of these
@@ -76,6 +76,12 @@ class Layout(NamedTuple):
   ) -> 'Layout':
     """Returns the layout of the requested features, see records.resolve."""
     names = records.resolve(features, self.columns, where, noun)
+    if _MASK in names and self.columns[_MASK].kind != 'bytes':
+      column = self.columns[_MASK]
+      raise ValueError(
+        f"{where} has values of the type {column.kind} in '{column.title}': write the "
+        'content of the file of each mask, or list their paths in a manifest'
+      )
     return Layout(
       {name: self.columns[name] for name in names},
       {name: self.class_names[name] for name in names if name in self.class_names},
@@ -158,7 +164,8 @@ def _candidates(
   image_columns, label_columns = [], []
   for field in schema:
     column = read_column(field.name, field.type)
-    if column.kind == 'bytes' and (field.name == 'image' or column.name != field.name):
+    is_image = field.name in ('image', _MASK) or column.name != field.name
+    if column.kind == 'bytes' and is_image:
       image_columns.append(column)
     if field.name == 'label' or field.name in class_names:
       label_columns.append(column)

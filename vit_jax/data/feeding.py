@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from vit_jax.data import records
-from vit_jax.data.images import image_files
+from vit_jax.data.images import image_files, images
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import sharding
 
@@ -42,11 +42,18 @@ def on_devices(
 
 
 def read(
-  data: 'tf.data.Dataset', source: records.Source, indices: Callable
+  data: 'tf.data.Dataset',
+  source: records.Source,
+  indices: Callable,
+  example: Callable | None = None,
 ) -> Iterator[dict]:
   """Yields batches of tf.data as NumPy arrays; errors name the image that failed.
 
-  `indices` maps the number of a batch to the numbers of its examples in `source`.
+  Args:
+    data: the batches.
+    source: the source of their examples.
+    indices: maps the number of a batch to the numbers of its examples in `source`.
+    example: maps (record, None) to the tensors of an example.
 
   Raises:
     ValueError: if an image cannot be decoded.
@@ -61,10 +68,15 @@ def read(
       yield batch
       count += 1
   except error as e:
-    explain(e, source, indices(count))
+    explain(e, source, indices(count), example)
 
 
-def explain(error: Exception, source: records.Source, indices: Iterable[int]) -> None:
+def explain(
+  error: Exception,
+  source: records.Source,
+  indices: Iterable[int],
+  example: Callable | None = None,
+) -> None:
   """Finds the example that failed to be read, and raises an error as `read` does."""
   for index in indices:
     part, number = source.locate(int(index))
@@ -77,6 +89,12 @@ def explain(error: Exception, source: records.Source, indices: Iterable[int]) ->
       raise OSError(reason) from None
     if 'image' in part.features:
       part.check(record, number)
+    if example is not None:
+      try:
+        example({'index': tf.constant(index, tf.int64), **part.read(record)}, None)
+      except images.decode_errors() as cause:
+        reason = f'{part.name(number)}: {image_files.first_line(cause)}'
+        raise ValueError(reason) from None
   raise ValueError(
     f'reading the data failed: {image_files.first_line(error)}'
   ) from error
