@@ -142,8 +142,25 @@ def test_metrics_of_a_report_can_be_the_best(tiny_config):
   assert 'kappa_test' not in names
 
 
-def test_wrong_uses_are_named_before_anything_is_computed(workdir, tiny_config):
+def test_wrong_uses_are_named_before_anything_is_computed(
+  workdir, tiny_config, tmp_path
+):
   model = predict.load(str(workdir))
+  file = tmp_path / 'file.csv'
+  file.touch()
+  for flag, path, error in (
+    (
+      'predictions',
+      tmp_path / 'none/rows.csv',
+      "folder '.*none' does not exist: create",
+    ),
+    ('predictions', file / 'rows.csv', "folder '.*file.csv' does not exist: create"),
+    ('report', file, 'is a file: pass a folder'),
+    ('report', file / 'report', 'cannot be written: Not a directory; pass'),
+  ):
+    with pytest.raises((ValueError, OSError), match=f"{flag}='{path}'.*{error}"):
+      evaluation.evaluate(model, 'test', **{flag: str(path)})
+  assert [*tmp_path.iterdir()] == [file]
   with pytest.raises(ValueError, match="predictions='rows.txt' must end with .csv"):
     evaluation.evaluate(model, 'test', predictions='rows.txt')
   with pytest.raises(ValueError, match="'dog' is not one of the classes"):

@@ -59,6 +59,8 @@ def evaluate(
   task.config = config
   if predictions is not None:
     report_files.check_predictions(predictions)
+  if report is not None:
+    report_files.check_report(report)
   is_report = report is not None or predictions is not None
   reporter_class = run_evaluators.report(config).cls if is_report else None
   entries = _entries(config, split, evaluators, real_labels, reporter_class)

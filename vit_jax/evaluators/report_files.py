@@ -10,7 +10,7 @@ from etils import epath
 import numpy as np
 
 from vit_jax import console
-from vit_jax.distributed import files
+from vit_jax.distributed import files, processes
 from vit_jax.inference import tables
 
 
@@ -49,12 +49,46 @@ def cell(value: float, template: str) -> str:
 
 
 def check_predictions(path: str) -> None:
-  """Raises ValueError or ImportError unless predictions can be written to a path."""
+  """Raises ValueError, OSError or ImportError unless a path can be written to.
+
+  All processes must call it, and process 0, which writes, tries the path.
+  """
   if not path.endswith(('.csv', '.jsonl', '.parquet')):
     raise ValueError(
       f"predictions='{path}' must end with .csv, .jsonl or .parquet (--predictions)"
     )
   tables.arrow()
+  processes.from_first("checking '--predictions'", lambda: _check_writable(path))
+
+
+def check_report(path: str) -> None:
+  """Does what `check_predictions` does for the folder of a report."""
+
+  def check() -> None:
+    folder = epath.Path(path)
+    if folder.is_dir():
+      files.check_new_folder(folder / 'report', 'report')
+    elif folder.exists():
+      raise ValueError(f"report='{path}' is a file: pass a folder (--report)")
+    else:
+      files.check_new_folder(folder, 'report')
+
+  processes.from_first("checking '--report'", check)
+
+
+def _check_writable(path: str) -> None:
+  """Raises ValueError or OSError unless a table can be written to a path."""
+  folder = epath.Path(path).parent
+  if not folder.is_dir():
+    raise ValueError(
+      f"predictions='{path}': the folder '{folder}' does not exist: create it, or pass "
+      'another path (--predictions)'
+    )
+  if epath.Path(path).is_dir():
+    raise ValueError(
+      f"predictions='{path}' is a folder: pass a file path (--predictions)"
+    )
+  files.check_new_folder(path, 'predictions')
 
 
 def _type_of_column(rows: Sequence[Mapping[str, Any]], name: str) -> type:
