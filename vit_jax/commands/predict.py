@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import functools
+import os
 import re
 import shlex
 from typing import TYPE_CHECKING, Any
@@ -234,7 +235,9 @@ def run(args: argparse.Namespace) -> None:
     )
   split = _split(args.images)
   if not split:
-    args.images = listing.expand(args.images)
+    inputs = args.images
+    args.images = listing.expand(inputs)
+    _check_not_an_input(args.out, (*inputs, *args.images))
   elif not is_table:
     raise ValueError(
       f"'{args.images[0]}' is a split of a data set, whose predictions are "
@@ -253,6 +256,17 @@ def run(args: argparse.Namespace) -> None:
     _write_table(model, args, options, split)
   else:
     _print(model, args.images, out=args.out, **options)
+
+
+def _check_not_an_input(out: str | None, inputs: Sequence[str]) -> None:
+  """Raises ValueError if the file to write is one of the images or lists."""
+  if not out or out.endswith('/'):
+    return
+  target = os.path.realpath(out)
+  if any(os.path.realpath(path) == target for path in inputs):
+    raise ValueError(
+      f"out='{out}' is also an input, which it would replace: pass another path (--out)"
+    )
 
 
 def _load(args: argparse.Namespace) -> 'predictor_lib.Predictor':

@@ -564,6 +564,10 @@ def test_masks_are_written_with_numbers_and_palette(
   for flag, error in errors.items():
     with pytest.raises(ValueError, match=error):
       predict_command.run(predict_command.parse([*flags, flag, paths[0]]))
+  changed = tmp_path / 'masks/1.png'
+  changed.write_bytes(b'')
+  predict_command.main([*flags, f'--out={tmp_path}/overlay.png', *paths])
+  assert changed.read_bytes() == b''  # A mask that exists stays.
   width, height = Image.open(tmp_path / 'overlay.png').size
   assert width >= 256
   assert height >= 3 * 256
@@ -573,12 +577,35 @@ def test_masks_of_another_model_are_not_kept(model, data, tmp_path):
   path = str(data / 'test/images/0.png')
   folder = str(tmp_path / 'masks')
   list(model.report([path], masks=folder))
-  assert list(model.report([path], masks=folder)) == [f'{path}\n  mask exists']
+  assert "mask exists: '" in next(iter(model.report([path], masks=folder)))
   other = model.with_options({'window': 16})
   with pytest.raises(ValueError, match='has masks of other config: delete them'):
     list(other.report([path], masks=folder))
-  with pytest.raises(ValueError, match='which model .*test/images/0.png'):
-    list(model.report([path], masks=str(data / 'test/images')))
+  (tmp_path / 'masks/.masks.json').write_text('{"weights": ')
+  with pytest.raises(ValueError, match='masks of other weights, config: delete them'):
+    list(model.report([path], masks=folder))
+  with pytest.raises(ValueError, match='which model .*test/masks/0.png'):
+    list(model.report([path], masks=str(data / 'test/masks')))
+
+
+def test_predictions_never_replace_their_images(model, workdir, data, tmp_path):
+  image = tmp_path / '0.png'
+  shutil.copy(data / 'test/images/0.png', image)
+  (tmp_path / 'link').symlink_to(tmp_path)
+  content = image.read_bytes()
+  for flag, error in (
+    (
+      f'--masks={tmp_path}/link',
+      "masks='.*' is the folder of the images, .* pass another",
+    ),
+    ('--masks=', "masks='' is empty: pass a folder"),
+    (f'--out={tmp_path}/link/0.png', "out='.*' is also an input, .* pass another path"),
+  ):
+    args = [f'--workdir={workdir}', flag, str(image)]
+    with pytest.raises(ValueError, match=error):
+      predict_command.run(predict_command.parse(args))
+  assert image.read_bytes() == content
+  assert sorted(x.name for x in tmp_path.iterdir()) == ['0.png', 'link']
 
 
 def test_options_of_a_run_are_replaced_in_predictions(model, workdir, data, tmp_path):

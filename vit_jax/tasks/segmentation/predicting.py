@@ -1,6 +1,7 @@
 """Predicts the class of each pixel of any images; see `Predictor`."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
 import functools
 import html
 import io
@@ -132,11 +133,11 @@ class Predictor(predictor_lib.Predictor):
   ) -> Iterable[str]:
     """Yields the shares of the largest classes of each image.
 
-    Writes overlays to a picture `out`, and masks to a folder; images whose mask is there
-    are left out. Raises ValueError if two images have the same name, or if the folder
-    has masks of another model.
+    Writes overlays to a picture `out`, and masks to a folder; a mask that exists stays, and
+    its image is only computed for `out`. Raises ValueError if two images have the same name,
+    if the mask of an image would have its path, or if the folder has masks of another model.
     """
-    mask_paths = None
+    mask_paths: dict[str, str] = {}
     if masks is not None:
       mask_paths = _mask_paths(images, masks)
       _make_folder(masks)
@@ -144,15 +145,13 @@ class Predictor(predictor_lib.Predictor):
     pictures = []
     for path, class_map in self._maps(images, mask_paths, resume=out is None):
       if class_map is None:
-        yield f'{path}\n  mask exists'
+        yield f'{path}\n  {_existing(mask_paths[path])}'
         continue
       lines = [path]
       for name, share in self.shares(class_map)[:_SHOWN]:
         lines.append(f'  {100 * share:6.2f} %  {name}')
-      if mask_paths is not None:
-        with files.naming_output(masks, 'masks'):
-          files.write(epath.Path(mask_paths[path]), self.encode(class_map))
-        lines.append(f'  mask: {mask_paths[path]}')
+      if masks is not None:
+        lines.append(f'  {self._write_mask(class_map, mask_paths[path], masks)}')
       if out is not None:
         image = preprocess.from_user(path, images_lib.decode).numpy()
         pictures.append(self.draw(image, class_map))
@@ -166,7 +165,7 @@ class Predictor(predictor_lib.Predictor):
     facts = tables.model_facts(self)
     record = epath.Path(masks) / _RECORD
     if record.exists():
-      stored = files.read_json(record)
+      stored = _read_record(record)
       differing = [key for key, value in facts.items() if stored.get(key) != value]
       if differing:
         raise ValueError(
@@ -183,14 +182,22 @@ class Predictor(predictor_lib.Predictor):
     with files.naming_output(masks, 'masks'):
       files.write(record, json.dumps(facts, indent=1))
 
+  def _write_mask(self, class_map: np.ndarray, path: str, folder: str) -> str:
+    """Writes a mask unless it exists; returns what was done."""
+    if epath.Path(path).exists():
+      return _existing(path)
+    with files.naming_output(folder, 'masks'):
+      files.write(epath.Path(path), self.encode(class_map))
+    return f'mask: {path}'
+
   def _maps(
-    self, images: Sequence[str], mask_paths: dict[str, str] | None, resume: bool
+    self, images: Sequence[str], mask_paths: dict[str, str], resume: bool
   ) -> Iterator[tuple[str, np.ndarray | None]]:
     """Yields images in order with their maps; to `resume`, None where a mask exists."""
     for start in range(0, len(images), _CHUNK):
       chunk = images[start : start + _CHUNK]
       remaining = chunk
-      if resume and mask_paths is not None:
+      if resume and mask_paths:
         remaining = [x for x in chunk if not epath.Path(mask_paths[x]).exists()]
       maps = dict(zip(remaining, self.segment(remaining)))
       for path in chunk:
@@ -257,8 +264,23 @@ def _without_padding(inputs: dict[str, np.ndarray], outputs: Any) -> np.ndarray:
   return outputs['classes'][:height, :width].astype(np.int32)
 
 
+def _read_record(record: epath.Path) -> dict[str, str]:
+  """Returns the hashes in a record, none if it is damaged."""
+  with contextlib.suppress(ValueError):
+    stored = files.read_json(record)
+    if isinstance(stored, dict):
+      return stored
+  return {}
+
+
+def _existing(path: str) -> str:
+  return f"mask exists: '{path}'; to compute it again, delete it"
+
+
 def _make_folder(masks: str) -> None:
-  """Makes the folder of masks; ValueError if it is a file."""
+  """Makes the folder of masks; ValueError if it is a file, or has no name."""
+  if not masks:
+    raise ValueError("masks='' is empty: pass a folder (--masks)")
   folder = epath.Path(masks)
   if folder.exists() and not folder.is_dir():
     raise ValueError(f"masks='{masks}' is a file: pass a folder (--masks)")
@@ -267,7 +289,10 @@ def _make_folder(masks: str) -> None:
 
 
 def _mask_paths(images: Sequence[str], folder: str) -> dict[str, str]:
-  """Returns the path of the mask of each image; ValueError if two have the same."""
+  """Returns the path of the mask of each image.
+
+  ValueError if two have the same, or a mask that of an image.
+  """
   paths: dict[str, str] = {}
   image_of: dict[str, str] = {}
   for image in images:
@@ -278,4 +303,11 @@ def _mask_paths(images: Sequence[str], folder: str) -> dict[str, str]:
         'predict them into two folders (--masks)'
       )
     paths[image] = os.path.join(folder, name)
+  files_of_images = {os.path.realpath(image) for image in images}
+  for image, path in paths.items():
+    if os.path.realpath(path) in files_of_images:
+      raise ValueError(
+        f"masks='{folder}' is the folder of the images, and the mask of '{image}' would have "
+        f"the path of '{path}': pass another folder (--masks)"
+      )
   return paths
