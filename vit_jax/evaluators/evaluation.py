@@ -75,8 +75,7 @@ def evaluate(
       config.dataset = dataset
   fit_batches(config, mesh)
   if options:
-    with config.unlocked(), config.ignore_type():
-      config.task_options.update(options)
+    run_config.replace_options(config, options)
     task = type(task)(config, model.metadata)
   open_split = functools.partial(_open_split, task, run_splits)
   evaluation = base.Evaluation(task, mesh, split, open_split)

@@ -15,6 +15,7 @@ from vit_jax import console, input_pipeline
 from vit_jax.data import records
 from vit_jax.distributed import sharding
 from vit_jax.inference import engine, int8, tables, user_images
+from vit_jax.run import config as run_config
 
 # On a single CPU device: images per batch, and concurrent batches. On two cores, the
 # forward pass of Ti/16 is 1.3 times as fast with 8 images as with 32, which exceed the
@@ -92,8 +93,7 @@ class Predictor:
     Raises ValueError if an option is unknown or has a wrong value.
     """
     config = self.config.copy_and_resolve_references()
-    with config.unlocked(), config.ignore_type():
-      config.task_options.update(options)
+    run_config.replace_options(config, options)
     task = type(self.task)(config, self.metadata)
     model = task.predictor(self.params, self.extra, self.step)
     model.workdir, model.origin = self.workdir, self.origin

@@ -3,6 +3,7 @@
 Importing this module does not import JAX, so that errors in a config are fast.
 """
 
+from collections.abc import Mapping
 import copy
 import functools
 from typing import Any, NamedTuple
@@ -231,6 +232,18 @@ def options_of_task(config: ml_collections.ConfigDict) -> ml_collections.ConfigD
   schema.run_checks(functools.partial(set_option, *item) for item in values.items())
   schema.run_checks(schema.rules(options, group))
   return options
+
+
+def replace_options(
+  config: ml_collections.ConfigDict, options: Mapping[str, Any]
+) -> None:
+  """Replaces values of `config.task_options`; they may be texts of a command line.
+
+  ValueError as in `options_of_task`.
+  """
+  with config.unlocked(), config.ignore_type():
+    config.task_options.update(options)
+    config.task_options = options_of_task(config)
 
 
 def marked_keys(config: ml_collections.ConfigDict, *marks: schema.Mark) -> list[str]:

@@ -623,6 +623,15 @@ def test_options_of_a_run_are_replaced_in_predictions(model, workdir, data, tmp_
     model.with_options({'windw': 16})
 
 
+def test_all_options_of_a_command_line_are_parsed(model):
+  options = {'ignore': '9,255', 'reduce_zero_label': 'True', 'layers': '2,1'}
+  changed = model.with_options(options).task
+  assert changed.ids == [4, 8, 41]
+  assert changed.config.task_options.layers == (2, 1)
+  with pytest.raises(ValueError, match=r"ignore=\(7,\) has the number of .*'sea'"):
+    model.with_options({'ignore': '7,'})
+
+
 def test_kernels_of_8_bits_predict_the_same_classes(model, workdir, data):
   paths = [str(data / 'test/images' / f'{i}.png') for i in range(2)]
   maps = predict.load(workdir, dtype='int8').predict(paths)
