@@ -41,7 +41,9 @@ def overlay(
   names: Sequence[str],
   tints: np.ndarray | None = None,
 ) -> np.ndarray:
-  """Colours the segments of an image, with white lines between them.
+  """Colours the segments of an image, in shades of their own colour.
+
+  White lines are between them.
 
   Args:
     image: see `draw`.
@@ -56,7 +58,8 @@ def overlay(
   factor = len(pixels) // len(image)
   large = np.asarray(numbers).repeat(factor, 0).repeat(factor, 1)
   table = np.concatenate([np.zeros((1, 3)), np.reshape(tints, (-1, 3))])
-  pixels = np.where(large[..., None] > 0, pixels / 2 + table[large] / 2, pixels)
+  shades = pixels.mean(axis=-1, keepdims=True) / 2 + table[large] / 2
+  pixels = np.where(large[..., None] > 0, shades, pixels)
   is_edge = np.zeros(large.shape, bool)
   is_edge[1:] |= large[1:] != large[:-1]
   is_edge[:, 1:] |= large[:, 1:] != large[:, :-1]

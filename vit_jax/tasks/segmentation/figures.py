@@ -10,6 +10,7 @@ from vit_jax.figures import drawing, gallery, grids, overlays
 from vit_jax.tasks.segmentation import predicting
 
 _MOST = 24  # Classes of a legend.
+_LETTERS = 8.5  # Of a title, per inch.
 _ERROR = np.array([255, 0, 0])  # Colour of pixels of a wrong class.
 
 
@@ -43,12 +44,15 @@ def class_maps(
   if {'true', 'predicted'} <= maps.keys():
     is_wrong = (maps['true'] >= 0) & (maps['true'] != maps['predicted'])
     errors = np.where(is_wrong, 0, -1)
-    rows['errors'] = _tinted(pixels, _enlarged(errors, factor), _ERROR[None] / 255)
+    rows['errors'] = _tinted(
+      _grey(pixels), _enlarged(errors, factor), _ERROR[None] / 255
+    )
   pictures = np.stack(list(rows.values()))
   ratio = pictures.shape[2] / pictures.shape[3]
   cell = min(11.2 / len(names), 2.2 / ratio)
   fig = drawing.new_figure(1.6 + len(rows) * cell * 1.07 * ratio, 'Classes of pixels')
-  labels = [drawing.shorten(name) for name in names]
+  letters = max(5, int(_LETTERS * cell))
+  labels = [drawing.shorten(name, letters) for name in names]
   drawing.show_tiles(fig.subplots(), pictures, labels, list(rows))
   values = np.concatenate([x.ravel() for x in maps.values()])
   counts = np.bincount(values[values >= 0], minlength=len(class_names))
@@ -66,9 +70,13 @@ def _enlarged(maps: np.ndarray, factor: int) -> np.ndarray:
 
 
 def _tinted(pixels: np.ndarray, maps: np.ndarray, colours: np.ndarray) -> np.ndarray:
-  """Mixes pixels [B, H, W, 3] in [0, 1] with the colours of their classes."""
-  mixed = (pixels + colours[np.maximum(maps, 0)]) / 2
-  return np.where(maps[..., None] >= 0, mixed, pixels)
+  """Draws pixels [B, H, W, 3] in [0, 1] in shades of the colours of their classes."""
+  shades = (_grey(pixels) + colours[np.maximum(maps, 0)]) / 2
+  return np.where(maps[..., None] >= 0, shades, pixels)
+
+
+def _grey(pixels: np.ndarray) -> np.ndarray:
+  return pixels.mean(axis=-1, keepdims=True).astype(pixels.dtype).repeat(3, axis=-1)
 
 
 def side_by_side(
@@ -99,7 +107,9 @@ def side_by_side(
     if len(maps) == 2:
       true, predicted = maps[0][i], maps[1][i]
       is_wrong = (true >= 0) & (true != predicted)
-      pictures.append(overlays.overlay(image, is_wrong.astype(int), [''], _ERROR[None]))
+      pictures.append(
+        overlays.overlay(_grey(image), is_wrong.astype(int), [''], _ERROR[None])
+      )
   return grids.grid(np.stack(pictures), (), len(titles), titles, grids.MOST)
 
 
@@ -130,7 +140,7 @@ FIGURES = (
     'segmentation',
     'Classes of pixels',
     'The class of each pixel over the images. Images of a split also have their true '
-    'classes, and the pixels of another class in red. The images have the size of the '
+    'classes, and the pixels of another class in red on grey. The images have the size of the '
     "model's input.",
     'the test split of the run, the one that --split names, or --images',
     gallery.needs_images,
