@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 # Bytes of an element by the type's name.
 _SIZES = {'pred': 1, 's8': 1, 'u8': 1, 'bf16': 2, 'f16': 2, 's16': 2, 'u16': 2}
-_SIZES |= {'f32': 4, 's32': 4, 'u32': 4, 's64': 8, 'u64': 8, 'f64': 8}
+_SIZES |= {'f8e4m3fn': 1, 'f8e5m2': 1, 'f32': 4, 's32': 4, 'u32': 4, 's64': 8, 'u64': 8, 'f64': 8}
 _COMPUTATION = re.compile(r'(?P<entry>ENTRY )?(?P<name>%[\w.-]+) .*\{$')
 # Name, shape, opcode, operands and attributes.
 _INSTRUCTION = re.compile(r' +(?:ROOT )?(%[\w.-]+) = (.*?) ([\w-]+)\(([^)]*)\)(.*)')
@@ -88,15 +88,15 @@ def _parse(hlo: str) -> tuple[dict[str, _Computation], str]:
 
 def arrays(shape: str) -> list[_Array]:
   """Returns the arrays of a shape, text such as '(f32[2,3]{1,0:T(8,128)}, u32[])'."""
-  result = []
+  parsed = []
   for match in _ARRAY.finditer(shape):
     if match['type'] in _SIZES:
       itemsize, lengths = _SIZES[match['type']], _numbers(match['lengths'])
       layout = match['layout'] or ''
       size = itemsize * math.prod(lengths)
       padded_size = itemsize * math.prod(_padded(lengths, layout))
-      result.append(_Array(size, padded_size, 'S(' not in layout))
-  return result
+      parsed.append(_Array(size, padded_size, 'S(' not in layout))
+  return parsed
 
 
 def _padded(lengths: list[int], layout: str) -> list[int]:
@@ -180,15 +180,15 @@ def _bytes_read(
   return min(size, parts)
 
 
-def _bytes_written(result: _Instruction, computation: _Computation) -> int:
+def _bytes_written(written: _Instruction, computation: _Computation) -> int:
   """Returns how many bytes of a result are written to main memory."""
-  if result.opcode == 'tuple':
-    elements = [computation[x] for x in result.operands]
+  if written.opcode == 'tuple':
+    elements = [computation[x] for x in written.operands]
     return sum(_bytes_written(x, computation) for x in elements)
-  if result.opcode == 'bitcast':
-    return _bytes_written(computation[result.operands[0]], computation)
-  size = _size(result.shape)
-  if result.opcode != 'dynamic-update-slice':
+  if written.opcode == 'bitcast':
+    return _bytes_written(computation[written.operands[0]], computation)
+  size = _size(written.shape)
+  if written.opcode != 'dynamic-update-slice':
     return size
-  update = computation[result.operands[1]]
+  update = computation[written.operands[1]]
   return min(size, sum(x.padded_size for x in arrays(update.shape)))

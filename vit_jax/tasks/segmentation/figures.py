@@ -10,7 +10,7 @@ from vit_jax.figures import drawing, gallery, grids, overlays
 from vit_jax.tasks.segmentation import predicting
 
 _MOST = 24  # Classes of a legend.
-_LETTERS = 8.5  # Of a title, per inch.
+_LETTERS_PER_INCH = 8.5  # In a title.
 _ERROR = np.array([255, 0, 0])  # Colour of pixels of a wrong class.
 
 
@@ -51,7 +51,7 @@ def class_maps(
   ratio = pictures.shape[2] / pictures.shape[3]
   cell = min(11.2 / len(names), 2.2 / ratio)
   fig = drawing.new_figure(1.6 + len(rows) * cell * 1.07 * ratio, 'Classes of pixels')
-  letters = max(5, int(_LETTERS * cell))
+  letters = max(5, int(_LETTERS_PER_INCH * cell))
   labels = [drawing.shorten(name, letters) for name in names]
   drawing.show_tiles(fig.subplots(), pictures, labels, list(rows))
   values = np.concatenate([x.ravel() for x in maps.values()])
