@@ -11,22 +11,30 @@ import math
 import re
 from typing import NamedTuple
 
-# Bytes of an element by the type's name.
-_SIZES = {'pred': 1, 's8': 1, 'u8': 1, 'bf16': 2, 'f16': 2, 's16': 2, 'u16': 2}
-_SIZES |= {'f8e4m3fn': 1, 'f8e5m2': 1, 'f32': 4, 's32': 4, 'u32': 4, 's64': 8, 'u64': 8, 'f64': 8}
+# Bytes of an element -> names of types.
+_TYPES = {
+  1: ('pred', 's8', 'u8', 'f8e4m3fn', 'f8e5m2'),
+  2: ('bf16', 'f16', 's16', 'u16'),
+  4: ('f32', 's32', 'u32'),
+  8: ('f64', 's64', 'u64'),
+}
+_SIZES = {name: size for size, names in _TYPES.items() for name in names}
 _COMPUTATION = re.compile(r'(?P<entry>ENTRY )?(?P<name>%[\w.-]+) .*\{$')
 # Name, shape, opcode, operands and attributes.
 _INSTRUCTION = re.compile(r' +(?:ROOT )?(%[\w.-]+) = (.*?) ([\w-]+)\(([^)]*)\)(.*)')
 _NAME = re.compile(r'%[\w.-]+')
 _OPERAND = re.compile(r'%[\w.-]+|\d+$')
 _ARRAY = re.compile(r'(?P<type>\w+)\[(?P<lengths>[\d,]*)\](?P<layout>\{[^}]*\})?')
-# Computations that run as often as the instruction that names them.
-_CALLED = re.compile(r'(?:body|branch_computations|true_computation|to_apply)=([^=]*)')
+# Computations of loops, branches and calls.
+_STEPS = re.compile(
+  r'(?:body|branch_computations|true_computation|false_computation|to_apply)=([^=]*)'
+)
+_CONTROL_FLOW = ('call', 'conditional', 'while')
 _SLICES = ('dynamic-slice', 'slice')
-# Instructions that neither read nor write, or whose parts are counted elsewhere.
+# Instructions that neither read nor write, or whose steps are counted themselves.
 _FREE = {
-  'after-all', 'bitcast', 'call', 'conditional', 'constant', 'get-tuple-element',
-  'opt-barrier', 'parameter', 'partition-id', 'tuple', 'while',
+  *_CONTROL_FLOW, 'after-all', 'bitcast', 'constant', 'get-tuple-element',
+  'opt-barrier', 'parameter', 'partition-id', 'tuple',
 }  # fmt: skip
 
 
@@ -62,9 +70,9 @@ def num_bytes(hlo: str) -> int:
       continue
     counted.add(name)
     for instruction in computations[name].values():
-      called = ' '.join(_CALLED.findall(instruction.attributes))
-      if instruction.opcode in ('call', 'conditional', 'while'):
-        waiting += [x for x in _NAME.findall(called) if x in computations]
+      if instruction.opcode in _CONTROL_FLOW:
+        steps = _NAME.findall(' '.join(_STEPS.findall(instruction.attributes)))
+        waiting += [step for step in steps if step in computations]
       total += _traffic(instruction, computations[name], computations)
   return total
 
