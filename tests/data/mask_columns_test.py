@@ -123,6 +123,10 @@ def test_manifests(tmp_path):
     manifest.write_text('\n'.join(map(json.dumps, rows)))
     with pytest.raises(ValueError, match=f'train.jsonl:2: .*{error}'):
       open_split(tmp_path)
+  rows[1] |= {'segmentation_mask': 'labels/1.png', 'mask': 'labels/2.png'}
+  manifest.write_text('\n'.join(map(json.dumps, rows)))
+  with pytest.raises(ValueError, match="train.jsonl:2: .*'mask': keep one"):
+    open_split(tmp_path)
 
 
 def write_parquet(folder, split, column):

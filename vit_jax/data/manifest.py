@@ -47,7 +47,6 @@ from vit_jax.data import (
 )
 from vit_jax.data.images import image_files, index as index_lib
 from vit_jax.data.lazy import tf
-from vit_jax.distributed import files
 
 _GROUP = 'group'  # Column whose equal values stay together in folds.
 # Maps the folder of a data set and a part of a split to lines.
@@ -255,8 +254,7 @@ def _read_class_names(root: str) -> dict[str, tuple[str, ...]]:
     return {}
   content = image_files.read_file(path)
   try:
-    classes = typed_json.decode(content, list[str] | dict[str, list[str]])
-    json.loads(content, object_pairs_hook=files.check_unique)
+    classes = typed_json.decode(content, list[str] | dict[str, list[str]], unique=True)
   except ValueError as e:
     raise ValueError(
       f"'{path}' must be a list of class names, or an object with such a list for "

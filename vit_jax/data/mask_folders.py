@@ -200,6 +200,12 @@ class ManifestFormat(folder_formats.FolderFormat):
 
 def _mask_of(line: manifest_files.Line) -> str:
   """Returns the path of the mask of a line."""
+  names = [name for name in _COLUMNS if line.get(name) is not None]
+  if len(names) > 1:
+    raise ValueError(
+      f"{line.where}: there are '{names[0]}' and '{names[1]}': keep one of them, the path "
+      "of the image's mask"
+    )
   for name in _COLUMNS:
     path = line.get(name)
     if isinstance(path, str) and path:

@@ -68,7 +68,7 @@ def _read_classes_file(path: str) -> tuple[MaskClass, ...]:
   """Reads a file like classes.json."""
   content = image_files.read_file(path)
   try:
-    entries = typed_json.decode(content, list[str | dict])
+    entries = typed_json.decode(content, list[str | dict], unique=True)
     classes = []
     for number, entry in enumerate(entries):
       classes.append(_read_class(number, entry))

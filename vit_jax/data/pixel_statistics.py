@@ -120,7 +120,7 @@ def write(path: str, statistics: Statistics) -> None:
 def read(path: str) -> Statistics:
   """Returns the statistics in a file; ValueError if it is damaged."""
   try:
-    statistics = typed_json.decode(image_files.read_file(path), Statistics)
+    statistics = typed_json.decode(image_files.read_file(path), Statistics, unique=True)
   except ValueError as e:
     raise ValueError(
       f"'{path}' is damaged: {e}; run vit_jax index with --statistics again"

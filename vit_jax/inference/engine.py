@@ -8,6 +8,8 @@ in flight, so that memory does not grow with the number of images.
 import collections
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
+import contextlib
+import threading
 import time
 from typing import Any
 
@@ -25,6 +27,7 @@ from vit_jax.run import stopping
 # Batches by which the devices may lag behind the host.
 _AHEAD = 2
 _LOG_EVERY = 60  # Seconds between progress lines in a log.
+_ANNOUNCED_AFTER = 10  # Seconds of compilation.
 Stopped = stopping.Stopped
 
 
@@ -81,7 +84,8 @@ def run(
         # JAX's own dispatch on CPUs is sequential: threads wait for the results.
         pending.append((count, pool.submit(wait, batch)))
       else:  # The first batch of a shape, which compiles, is not overlapped.
-        pending.append((count, dispatch(batch)))
+        with _announcing_compilation(label):
+          pending.append((count, dispatch(batch)))
         compiled_shapes.add(shapes)
       if len(pending) > _AHEAD:
         oldest_count, results = pending[0]
@@ -94,6 +98,19 @@ def run(
     while pending:
       _, results = pending.popleft()
       yield _fetch(results, mesh)
+
+
+@contextlib.contextmanager
+def _announcing_compilation(label: str) -> Iterator[None]:
+  """Logs after a while that a batch is compiled, since no progress shows meanwhile."""
+  text = f'{label}: compiling for images of a new size, which may take minutes ...'
+  timer = threading.Timer(_ANNOUNCED_AFTER, console.log, [text])
+  timer.daemon = True
+  timer.start()
+  try:
+    yield
+  finally:
+    timer.cancel()
 
 
 def _bar(label: str, total: int | None) -> tqdm.tqdm:

@@ -96,6 +96,7 @@ def read(
       source=weights.kind,
       preparation=preparation,
       adapters=weights.adapters,
+      omitted=weights.omitted,
     )
     family.check(model)
   return model if image_size in (None, size) else fitting.at_crop(model)

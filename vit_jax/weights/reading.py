@@ -82,6 +82,7 @@ class Weights(NamedTuple):
     preparation: how images are prepared, as the files next to the weights say.
     adapters: config of a run with adapters, which `params` include, and what the run
       has trained by path; None for other weights.
+    omitted: paths of parameters that only the task of a run has.
   """
 
   params: dict
@@ -93,6 +94,7 @@ class Weights(NamedTuple):
   metadata: dict = {}  # noqa: RUF012
   preparation: preparation_lib.Preparation = preparation_lib.Preparation()
   adapters: tuple[Any, dict] | None = None
+  omitted: tuple[str, ...] = ()
 
 
 def read(
@@ -341,7 +343,8 @@ def _read_workdir(folder: epath.Path) -> Weights:
       params = jax.tree.map(np.asarray, task.merged(params, shapes, extra, folder))
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   task_prefixes = tuple(task_class.OWN_PARAMS)
-  flat = {path: x for path, x in flat.items() if not path.startswith(task_prefixes)}
+  omitted = tuple(path for path in flat if path.startswith(task_prefixes))
+  flat = {path: x for path, x in flat.items() if path not in omitted}
   preparation = preparation_lib.from_run(config)
   return Weights(
     params=flax.traverse_util.unflatten_dict(flat, sep='/'),
@@ -353,6 +356,7 @@ def _read_workdir(folder: epath.Path) -> Weights:
     metadata=metadata,
     preparation=preparation,
     adapters=trained,
+    omitted=omitted,
   )
 
 

@@ -50,6 +50,7 @@ class Model(NamedTuple):
   source: str = ''
   preparation: preparation_lib.Preparation = preparation_lib.Preparation()
   adapters: tuple | None = None
+  omitted: tuple[str, ...] = ()
 
 
 def check(model: Model, to: str) -> list[str]:
@@ -66,7 +67,12 @@ def check(model: Model, to: str) -> list[str]:
       f'{identify.describe(model.params)} cannot be written as {to}{reason}: pass '
       f'--to={"|".join(formats)}'
     )
-  return family.notes(model, to)
+  notes = family.notes(model, to)
+  if model.omitted:
+    notes.append(
+      f'not written, since only a run of this task has them: {", ".join(model.omitted)}'
+    )
+  return notes
 
 
 def save(params: Mapping[str, Any], dst: str) -> None:

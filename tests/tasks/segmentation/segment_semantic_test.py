@@ -21,7 +21,11 @@ import torch
 
 from tests import conftest, processes, tiny_models
 from vit_jax import predict, train
-from vit_jax.commands import evaluate as evaluate_command, predict as predict_command
+from vit_jax.commands import (
+  convert as convert_command,
+  evaluate as evaluate_command,
+  predict as predict_command,
+)
 from vit_jax.data import masks, sources
 from vit_jax.data.augmentation import geometry
 from vit_jax.data.images import image_files
@@ -537,6 +541,7 @@ def test_faults_of_masks_are_named_before_a_run(broken):
     ('["sky", {"name": "sea", "id": "1"}]', 'entry 2: Expected `int`, got `str`'),
     ('[{"name": "sky", "id": 0, "ignore": true}]', 'no class to learn'),
     ('["sky", ""]', 'the class of id 1 has no name'),
+    ('[{"name": "sky", "id": 0, "id": 1}]', "the key 'id' is repeated"),
   ],
 )
 def test_faults_of_classes_are_named(tmp_path, content, error):
@@ -789,6 +794,12 @@ def test_windows_are_the_same_on_one_and_eight_devices_and_two_processes(
     assert report['overall'] == pytest.approx(expected['overall'], abs=2e-3)  # Ties.
     pixels = [x['pixels'] for x in report['classes'].values()]
     assert pixels == [x['pixels'] for x in expected['classes'].values()]
+
+
+def test_converting_names_the_parameters_that_are_left_out(workdir, tmp_path, capsys):
+  convert_command.main([str(workdir), f'{tmp_path}/encoder.npz'])
+  assert re.search('not written.* head/', capsys.readouterr().out)
+  assert not any('head' in name for name in np.load(tmp_path / 'encoder.npz'))
 
 
 def test_the_demo_has_a_legend_and_names_masks(model, data):
