@@ -22,7 +22,13 @@ from vit_jax.data import balance, class_counts, mixture, pixel_statistics, sourc
 from vit_jax.distributed import files, processes, sharding
 from vit_jax.evaluators import base
 from vit_jax.figures import pictures
-from vit_jax.layers import attention, dtypes, patches, position_kinds
+from vit_jax.layers import (
+  attention,
+  attention_kernels,
+  dtypes,
+  patches,
+  position_kinds,
+)
 from vit_jax.learning import (
   lora,
   losses,
@@ -78,9 +84,15 @@ def _computation(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> 
   if 'attention' in layers:
     width = model_configs.vit_of(config.model).hidden_size
     is_plain = not (dropout or relative)
+    choose = functools.partial(
+      attention.choose, name, dtype, width // layers.num_heads, plain=is_plain
+    )
+    few_tokens = attention_kernels.FEW_TOKENS
     with jax.set_mesh(mesh):
-      name = attention.choose(name, dtype, width // layers.num_heads, is_plain)
-    description += f' with {name} attention'
+      for_few, for_many = choose(few_tokens), choose(few_tokens + 1)
+    description += f' with {for_few} attention'
+    if for_many != for_few:
+      description += f', {for_many} above {few_tokens} tokens'
   if platform != 'cpu' and dtype == 'float32' and 'dtype' in config.model:
     description += '; --config.model.dtype=auto (bfloat16) is faster'
   return description

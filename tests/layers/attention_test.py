@@ -165,7 +165,7 @@ def test_cudnn_is_called_only_with_supported_inputs(monkeypatch, queries, keys, 
 @pytest.fixture
 def in_blocks(monkeypatch):
   """Few tokens are computed in blocks, as many are."""
-  monkeypatch.setattr(fused_attention, 'MOST_TOKENS', 0)
+  monkeypatch.setattr(attention_kernels, 'FEW_TOKENS', 0)
 
 
 @pytest.mark.parametrize('causal', [False, True])

@@ -74,10 +74,19 @@ def tokens(monkeypatch):
   ],
 )
 def test_auto_attention_on_a_gpu(gpu, args, want):
-  args = {'name': 'auto', 'dtype': 'bfloat16', 'head_dim': 64, **args}
+  args = {'name': 'auto', 'dtype': 'bfloat16', 'head_dim': 64, 'tokens': 4096, **args}
   assert attention.choose(**args) == want
   gpu('7.5')  # Before Ampere.
   assert attention.choose(**args) == ('xla' if want == 'xla' else 'default')
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_auto_attention_on_a_tpu(monkeypatch, dtype):
+  monkeypatch.setattr(dtypes, 'platform', lambda: 'tpu')
+  choose = functools.partial(attention.choose, 'auto', dtype, 64)
+  assert choose(tokens=641) == 'flash'
+  assert choose(tokens=640) == 'default'
+  assert choose(tokens=641, plain=False) == 'default'
 
 
 def test_auto_dtype_follows_the_devices(gpu):
@@ -98,7 +107,7 @@ def test_uses_the_devices_of_the_mesh_or_the_default_one(gpu):
     jax.default_device('cpu'),
   ):
     with context:
-      assert attention.choose('auto', jnp.bfloat16, 64) == 'default'
+      assert attention.choose('auto', jnp.bfloat16, 64, 4096) == 'default'
 
 
 FIELDS = dict(
@@ -193,7 +202,7 @@ def test_gpus_of_other_vendors_have_no_cudnn(monkeypatch):
     return [_Device('gfx942')]
 
   monkeypatch.setattr(jax, 'local_devices', devices)
-  assert attention.choose('auto', 'bfloat16', 64) == 'default'
+  assert attention.choose('auto', 'bfloat16', 64, 4096) == 'default'
 
 
 @pytest.mark.parametrize('scan', [False, True])

@@ -2,7 +2,7 @@
 
 `config.model.transformer.attention` selects one:
 
-  auto     cudnn where it runs and suits, else default, see `choose`
+  auto     cudnn or flash where they run and suit, else default, see `choose`
   default  matrix products and a softmax, with its own backward pass
   xla      jax.nn.dot_product_attention, compiled by XLA
   cudnn    the same function with cuDNN's flash attention: GPUs from Ampere on,
@@ -227,7 +227,7 @@ class MultiHeadDotProductAttention(nn.Module):
     options = attention_kernels.Options(
       mask, causal, length, relative, scale=head_dim**-0.5
     )
-    attend = self._implementation(head_dim, options, dropout_rate)
+    attend = self._implementation(head_dim, key.shape[1], options, dropout_rate)
     x = attend(query, key, value, options)  # [B, Q, K, E]
     if self.attention_norm:
       flat = x.reshape(*x.shape[:2], width)
@@ -246,7 +246,11 @@ class MultiHeadDotProductAttention(nn.Module):
 
   @nn.nowrap
   def _implementation(
-    self, head_dim: int, options: attention_kernels.Options, dropout_rate: float
+    self,
+    head_dim: int,
+    tokens: int,
+    options: attention_kernels.Options,
+    dropout_rate: float,
   ) -> attention_kernels.Implementation:
     """Returns the chosen implementation, or the one that has the weights."""
     sows = self.is_initializing() or self.is_mutable_collection('intermediates')
@@ -254,7 +258,8 @@ class MultiHeadDotProductAttention(nn.Module):
       return functools.partial(self._with_weights, dropout_rate)
     has_bias = options.mask is not None or options.relative is not None
     is_plain = not has_bias and not self.only_first
-    return IMPLEMENTATIONS[choose(self.attention, self.dtype, head_dim, is_plain)]
+    name = choose(self.attention, self.dtype, head_dim, tokens, is_plain)
+    return IMPLEMENTATIONS[name]
 
   @nn.nowrap
   def _with_weights(

@@ -29,6 +29,9 @@ Bias: TypeAlias = Float[Array, '#B K Q S']
 # True where a query may attend to a key.
 Mask: TypeAlias = Bool[Array, '#B #K #Q #S']
 
+# Most tokens of vit_jax.layers.fused_attention, which has never run on a TPU: 'auto' does
+# not choose it. Of more tokens, flash attention is JAX's, which others train with.
+FEW_TOKENS = 640
 # Blocks of the TPU's flash attention are multiples of this number of tokens.
 _LANES = 128
 # Most tokens in a block: the vector memory of a TPU v3 core has no room for more in
@@ -375,7 +378,7 @@ def _flash_on_one_device(
   from vit_jax.layers import fused_attention
 
   needs_float32 = dtypes.device_kind() in _WITHOUT_BFLOAT16
-  if query.shape == key.shape and query.shape[1] <= fused_attention.MOST_TOKENS:
+  if query.shape == key.shape and query.shape[1] <= FEW_TOKENS:
     out = fused_attention.attend(
       _side_by_side(query),
       _side_by_side(key),
@@ -453,18 +456,23 @@ def has_cudnn() -> bool:
   return tuple(int(x) for x in capability.split('.')) >= _CAPABILITY
 
 
-def choose(name: str, dtype: Dtype, head_dim: int, plain: bool = True) -> str:
+def choose(
+  name: str, dtype: Dtype, head_dim: int, tokens: int, plain: bool = True
+) -> str:
   """Returns the implementation that a name stands for on the devices in use.
 
-  'auto' is 'cudnn' on NVIDIA GPUs from Ampere on, if the computation, of type `dtype`,
-  has 16 bits and is plain, and 'default' elsewhere. The devices are the current mesh,
-  else JAX's default device. Plain means no dropout of the weights, no bias, no mask
-  (which cuDNN reads as a bias), more than one query and tokens that are not split.
+  'auto' is, if the computation is plain, 'cudnn' on NVIDIA GPUs from Ampere on for a
+  `dtype` of 16 bits, and 'flash' on TPUs for many `tokens`; else it is 'default'. The
+  devices are the current mesh, else JAX's default device. Plain means no dropout of the
+  weights, no bias, no mask (which cuDNN reads as a bias), and more than one query.
   """
   if name != AUTO:
     return name
-  is_supported = plain and jnp.dtype(dtype).itemsize == 2
-  is_supported = is_supported and sharding.sequence_shards() == 1
+  if not plain:
+    return 'default'
+  if tokens > FEW_TOKENS and dtypes.platform() == 'tpu':
+    return 'flash'
+  is_supported = jnp.dtype(dtype).itemsize == 2 and sharding.sequence_shards() == 1
   is_supported = is_supported and head_dim % 8 == 0 and head_dim <= _MOST_HEAD_DIM
   return 'cudnn' if is_supported and has_cudnn() else 'default'
 

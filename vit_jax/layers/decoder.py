@@ -95,7 +95,7 @@ class Attention(_Layer):
     query = heads(name='query')(x) / SCALES[self.scale](head_dim)
     key, value = heads(name='key')(x), heads(name='value')(x)  # [B, N, K, E]
     if cache is None:
-      name = attention_lib.choose(self.attention, self.dtype, head_dim)
+      name = attention_lib.choose(self.attention, self.dtype, head_dim, x.shape[1])
       compute = attention_lib.IMPLEMENTATIONS[name]
       options = attention_kernels.Options(causal=self.causal)
       x = compute(query, key, value, options)

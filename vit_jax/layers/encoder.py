@@ -546,7 +546,8 @@ class Encoder(_Layer):
       return x, context
     is_plain = not (train and config.attention_dropout_rate)
     head_dim = x.shape[2] // config.num_heads
-    name = attention.choose(config.attention, self.dtype, head_dim, is_plain)
+    tokens = x.shape[1]
+    name = attention.choose(config.attention, self.dtype, head_dim, tokens, is_plain)
     padding = -x.shape[1] % _MULTIPLE
     if name != 'cudnn' or not padding:
       return x, context

@@ -22,8 +22,6 @@ from jaxtyping import Float
 from vit_jax.layers.dtypes import Array
 
 Tokens: TypeAlias = Float[Array, 'B N D']
-# Logits of more tokens do not fit into the vector memory of a core.
-MOST_TOKENS = 640
 # Memory for the arrays of a program, in bytes; the rest is for logits.
 _ARRAY_BYTES = 6 * 2**20
 # Programs with more heads compile slowly, since the code is repeated for each head.
@@ -43,7 +41,8 @@ def attend(
   """Averages values, weighted by the softmax of the products of queries and keys.
 
   Args:
-    query: queries that are already scaled, at most MOST_TOKENS tokens.
+    query: queries that are already scaled, at most 640 tokens, since the logits of more
+      do not fit into the vector memory of a core.
     key: keys, as many as queries.
     value: values, as many as keys.
     head_dim: E.
