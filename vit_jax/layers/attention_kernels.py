@@ -464,15 +464,16 @@ def choose(
   'auto' is, if the computation is plain, 'cudnn' on NVIDIA GPUs from Ampere on for a
   `dtype` of 16 bits, and 'flash' on TPUs for many `tokens`; else it is 'default'. The
   devices are the current mesh, else JAX's default device. Plain means no dropout of the
-  weights, no bias, no mask (which cuDNN reads as a bias), and more than one query.
+  weights, no bias, no mask (which cuDNN reads as a bias), more than one query and tokens
+  that are not split.
   """
   if name != AUTO:
     return name
-  if not plain:
+  if not plain or sharding.sequence_shards() > 1:
     return 'default'
   if tokens > FEW_TOKENS and dtypes.platform() == 'tpu':
     return 'flash'
-  is_supported = jnp.dtype(dtype).itemsize == 2 and sharding.sequence_shards() == 1
+  is_supported = jnp.dtype(dtype).itemsize == 2
   is_supported = is_supported and head_dim % 8 == 0 and head_dim <= _MOST_HEAD_DIM
   return 'cudnn' if is_supported and has_cudnn() else 'default'
 
