@@ -46,7 +46,7 @@ def test_eomt_matches_transformers_on_the_same_points(config, monkeypatch):
   random_points, rand = set_losses.random_points, torch.rand
 
   def our_points(key, shape):
-    if shape[1] == 49:
+    if shape[-1] == 49:
       return jax.numpy.broadcast_to(grid.numpy(), (*shape, 2))
     return random_points(key, shape)
 

@@ -23,15 +23,15 @@ def draws_of(key, num_layers, query):
   for layer in range(num_layers):
     for image in range(len(COUNTS)):
       yield set_losses.random_points(keys[layer, image, 0], (1, NUM_POINTS))
-    parts = [[], []]
+    parts = [], []
     for image, count in enumerate(COUNTS):
-      order = np.argsort(query[layer, image, :count])  # Masks are in order of queries.
-      for part, shape, subkey in zip(
-        parts, shapes, jax.random.split(keys[layer, image, 1])
-      ):
-        points = set_losses.random_points(subkey, (query.shape[2], shape))
-        part.append(points[order])
-    yield from map(np.concatenate, parts)
+      target_keys = jax.random.split(keys[layer, image, 1], query.shape[2])
+      for target in np.argsort(query[layer, image, :count]):  # In order of queries.
+        for part, size, subkey in zip(
+          parts, shapes, jax.random.split(target_keys[target])
+        ):
+          part.append(set_losses.random_points(subkey, (size,)))
+    yield from map(np.stack, parts)
 
 
 def hugging_face_losses(masks, logits, labels, segments):

@@ -24,6 +24,8 @@ from vit_jax.tasks.detection import mask_losses, matching
 # and the targets at them.
 _POINTS, _TARGETS = 'points', 'targets'
 _SAVE_POINTS = jax.checkpoint_policies.save_only_these_names(_POINTS, _TARGETS)
+# Number of targets of each image whose losses are computed at once.
+_CHUNK = 4
 
 
 class Options(NamedTuple):
@@ -161,23 +163,22 @@ def _from_bits(bits: jax.Array) -> jax.Array:
   return jnp.stack([bits >> 16, bits & 0xFFFF], axis=-1) / 2**16
 
 
-def _uncertain_points(key: jax.Array, masks: jax.Array, options: Options) -> jax.Array:
-  """Samples points for masks [N, h, w], mostly where they are near 0: [N, P, 2]."""
+def _uncertain_points(key: jax.Array, mask: jax.Array, options: Options) -> jax.Array:
+  """Samples points for a mask [h, w], mostly where it is near 0: [P, 2]."""
   num_points = options.num_points
   num_candidates = int(num_points * options.oversample)
   num_uncertain = int(num_points * options.importance)
   candidates_key, random_key = jax.random.split(key)
-  shape = (len(masks), num_candidates)
-  candidates = jax.random.bits(candidates_key, shape, jnp.uint32)
-  certainty = jnp.abs(sample(masks, _from_bits(candidates)))
+  candidates = jax.random.bits(candidates_key, (num_candidates,), jnp.uint32)
+  certainty = jnp.abs(sample(mask[None], _from_bits(candidates)[None])[0])
   if xla_hints.on_tpus():  # Sorts the candidates too, which TPUs read slowly.
     _, candidates = jax.lax.sort((certainty, candidates), num_keys=1)
-    uncertain = candidates[:, :num_uncertain]
+    uncertain = candidates[:num_uncertain]
   else:
     _, indices = jax.lax.top_k(-certainty, num_uncertain)
-    uncertain = jnp.take_along_axis(candidates, indices, axis=1)
-  random = random_points(random_key, (len(masks), num_points - num_uncertain))
-  return jnp.concatenate([_from_bits(uncertain), random], axis=1)
+    uncertain = candidates[indices]
+  random = random_points(random_key, (num_points - num_uncertain,))
+  return jnp.concatenate([_from_bits(uncertain), random])
 
 
 def _matching_cost(
@@ -200,25 +201,75 @@ def _matching_cost(
 
 
 def _mask_losses(
-  key: jax.Array,
+  keys: jax.Array,
   masks: jax.Array,
-  query: jax.Array,
+  numbers: jax.Array,
+  count: jax.Array,
   segments: jax.Array,
   options: Options,
 ) -> dict[str, jax.Array]:
-  """Returns the losses of the masks of an image, summed over its targets."""
-  matched = masks[jnp.maximum(query, 0)]  # [N, h, w]
-  points = _uncertain_points(key, jax.lax.stop_gradient(matched), options)
+  """Returns the losses of some masks of an image, summed over its targets.
+
+  Args:
+    keys: [n].
+    masks: logits of the queries matched with n targets, [n, h, w].
+    numbers: those of the targets, int [n]; from `count` on, they are padding.
+    count: number of targets of the image.
+    segments: int [H, W].
+    options: of the losses.
+  """
+  choose_points = functools.partial(_uncertain_points, options=options)
+  points = jax.vmap(choose_points)(keys, jax.lax.stop_gradient(masks))
   points = ad_checkpoint.checkpoint_name(points, _POINTS)
-  targets = sample_objects(segments, jnp.arange(len(query)), points)
+  targets = sample_objects(segments, numbers, points)
   targets = ad_checkpoint.checkpoint_name(targets, _TARGETS)
-  logits = sample(matched, points)  # [N, P]
-  is_target = query >= 0
+  logits = sample(masks, points)  # [n, P]
   losses = {
     'mask': mask_losses.cross_entropy(logits, targets),
     'dice': mask_losses.dice(logits[..., None], targets[..., None]),
   }
-  return {k: jnp.where(is_target, x, 0.0).sum() for k, x in losses.items()}
+  return {k: jnp.where(numbers < count, x, 0.0).sum() for k, x in losses.items()}
+
+
+def _in_chunks(x: jax.Array) -> jax.Array:
+  """Maps an array of targets of images [B, chunks * n, ...] to [chunks, B, n, ...]."""
+  return x.reshape(len(x), -1, _CHUNK, *x.shape[2:]).swapaxes(0, 1)
+
+
+def _mask_losses_of_layer(
+  keys: jax.Array,
+  masks: jax.Array,
+  query: jax.Array,
+  segments: jax.Array,
+  counts: jax.Array,
+  options: Options,
+) -> dict[str, jax.Array]:
+  """Returns the losses of the masks of images, summed over their targets, [B].
+
+  Targets are padded to the most that an image may have. Only as many are computed as an
+  image of the batch has, in whole chunks.
+  """
+  query = jnp.pad(query, ((0, 0), (0, -query.shape[1] % _CHUNK)))
+  matched = jnp.take_along_axis(masks, jnp.maximum(query, 0)[..., None, None], axis=1)
+  num_targets = query.shape[1]
+  keys = jax.vmap(functools.partial(jax.random.split, num=num_targets))(keys)
+  numbers = jnp.arange(num_targets).reshape(-1, _CHUNK)
+  of_image = functools.partial(_mask_losses, options=options)
+
+  @functools.partial(jax.checkpoint, policy=_SAVE_POINTS)
+  def compute(*chunk: jax.Array) -> dict[str, jax.Array]:
+    return jax.vmap(of_image, (0, 0, None, 0, 0))(*chunk, counts, segments)
+
+  def skip(*chunk: jax.Array) -> dict[str, jax.Array]:
+    zeros = jnp.zeros(len(counts))
+    return {'mask': zeros, 'dice': zeros}
+
+  def of_chunk(chunk: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
+    _, _, numbers = chunk
+    return jax.lax.cond(numbers[0] < counts.max(), compute, skip, *chunk)
+
+  sums = jax.lax.map(of_chunk, (_in_chunks(keys), _in_chunks(matched), numbers))
+  return jax.tree.map(lambda x: x.sum(axis=0), sums)
 
 
 def losses(
@@ -263,10 +314,8 @@ def losses(
   layers = keys[:, :, 0], detached['logits'], detached['masks']
   query = matching.match(jax.lax.map(costs, layers), counts)  # [L, B, N]
 
-  @functools.partial(jax.checkpoint, policy=_SAVE_POINTS)
   def of_masks(layer: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
-    of_image = functools.partial(_mask_losses, options=options)
-    return jax.vmap(of_image)(*layer, segments)
+    return _mask_losses_of_layer(*layer, segments, counts, options)
 
   return {
     'class': matching.class_loss(
