@@ -315,7 +315,8 @@ def losses(
   query = matching.match(jax.lax.map(costs, layers), counts)  # [L, B, N]
 
   def of_masks(layer: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
-    return _mask_losses_of_layer(*layer, segments, counts, options)
+    keys, masks, query = layer
+    return _mask_losses_of_layer(keys, masks, query, segments, counts, options)
 
   return {
     'class': matching.class_loss(
