@@ -261,7 +261,7 @@ def _mask_losses_of_layer(
     return jax.vmap(of_image, (0, 0, None, 0, 0))(*chunk, counts, segments)
 
   def skip(*chunk: jax.Array) -> dict[str, jax.Array]:
-    zeros = jnp.zeros(len(counts))
+    zeros = jnp.zeros_like(counts, jnp.float32)
     return {'mask': zeros, 'dice': zeros}
 
   def of_chunk(chunk: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
