@@ -265,6 +265,13 @@ def test_flash_with_split_images_and_heads():
     assert_expected(function(*args), args, gradient)
 
 
+def test_flash_of_images_that_a_mesh_cannot_split():
+  *args, gradient = inputs(17, 17, (3, 2, 8))
+  function = loss(attention.IMPLEMENTATIONS['flash'], gradient)
+  with jax.set_mesh(sharding.make_mesh({'data': 2}, jax.devices()[:2])):
+    assert_expected(function(*args), args, gradient)
+
+
 def test_flash_with_split_queries(monkeypatch):
   """A formula replaces the interpreted kernel, which deadlocks with collectives."""
   shapes = []

@@ -206,17 +206,17 @@ def _mask_of(line: manifest_files.Line) -> str:
       f"{line.where}: there are '{names[0]}' and '{names[1]}': keep one of them, the path "
       "of the image's mask"
     )
-  for name in _COLUMNS:
-    path = line.get(name)
-    if isinstance(path, str) and path:
-      return path if '://' in path else os.path.join(line.folder, path)
-    if path is not None:
-      raise ValueError(
-        f"{line.where}: '{name}' is {manifest_files.short(path)}: write the path of a mask"
-      )
-  raise ValueError(
-    f"{line.where}: there is no '{masks.FEATURE}', the path of the image's mask: add it"
-  )
+  if not names:
+    raise ValueError(
+      f"{line.where}: there is no '{masks.FEATURE}', the path of the image's mask: add it"
+    )
+  path = line.get(names[0])
+  if not isinstance(path, str) or not path:
+    raise ValueError(
+      f"{line.where}: '{names[0]}' is {manifest_files.short(path)}: write the path of a "
+      'mask'
+    )
+  return path if '://' in path else os.path.join(line.folder, path)
 
 
 def _open_views(

@@ -102,9 +102,9 @@ def run(
 
 @contextlib.contextmanager
 def _announcing_compilation(label: str) -> Iterator[None]:
-  """Logs after a while that a batch is compiled, since no progress shows meanwhile."""
-  text = f'{label}: compiling for images of a new size, which may take minutes ...'
-  timer = threading.Timer(_ANNOUNCED_AFTER, console.log, [text])
+  """Says on stderr after a while that a batch is compiled, without progress to show."""
+  text = f'{label or "Computing"}: compiling for a new size, which may take minutes ...'
+  timer = threading.Timer(_ANNOUNCED_AFTER, console.notify, [text])
   timer.daemon = True
   timer.start()
   try:

@@ -315,14 +315,15 @@ def _flash(
 
   It takes neither mask nor relative positions, see `check`. The compiler cannot split
   the kernel over devices, so shard_map does, which needs queries that the axis
-  `sequence` divides. A single query, as in the last layer, uses the default: the kernel
-  works on whole blocks of queries.
+  `sequence` divides. A single query, as in the last layer, uses the default, since the
+  kernel works on whole blocks of queries; so do images that the mesh cannot split.
   """
-  if query.shape[1] == 1:
+  mesh = jax.sharding.get_abstract_mesh()
+  is_divisible = mesh.empty or len(query) % sharding.batch_shards(mesh) == 0
+  if query.shape[1] == 1 or not is_divisible:
     return _default(query, key, value, options)
   query = _scaled(query, options)
   compute = functools.partial(_flash_on_one_device, causal=options.causal)
-  mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return compute(query, key, value)
   head_shards = mesh.shape.get(sharding.MODEL_AXIS, 1)

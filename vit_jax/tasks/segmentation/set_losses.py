@@ -265,8 +265,8 @@ def _mask_losses_of_layer(
     return {'mask': zeros, 'dice': zeros}
 
   def of_chunk(chunk: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
-    _, _, numbers = chunk
-    return jax.lax.cond(numbers[0] < counts.max(), compute, skip, *chunk)
+    _, _, (first, *_) = chunk
+    return jax.lax.cond(first < counts.max(), compute, skip, *chunk)
 
   sums = jax.lax.map(of_chunk, (_in_chunks(keys), _in_chunks(matched), numbers))
   return jax.tree.map(lambda x: x.sum(axis=0), sums)
