@@ -8,6 +8,7 @@ Shapes in the comments:
   N patches   D width of a token
 """
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -28,10 +29,11 @@ class MlpBlock(nn.Module):
 
   @nn.compact
   def __call__(self, x: Float[Array, '*axes F']) -> Float[Array, '*axes F']:
-    options = {'dot_general': xla_hints.dot_general, **dtypes.of(self)}
-    y = nn.Dense(self.mlp_dim, **options)(x)
+    types = dtypes.of(self)
+    dense = functools.partial(nn.Dense, dot_general=xla_hints.dot_general, **types)
+    y = dense(self.mlp_dim)(x)
     y = xla_hints.recomputed(nn.gelu)(y)
-    return nn.Dense(x.shape[-1], **options)(y)
+    return xla_hints.rounded(dense(x.shape[-1])(y), types['dtype'])
 
 
 class MixerBlock(nn.Module):

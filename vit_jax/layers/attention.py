@@ -137,7 +137,7 @@ class _Heads(nn.Module):
     last = ((x.ndim - 1,), (0,)), ((), ())
     x = xla_hints.dot_general(x, kernel.reshape(-1, width), last)
     x = x if bias is None else x + bias.reshape(width)
-    return x.reshape(*x.shape[:-1], *shape)
+    return x.astype(kernel.dtype).reshape(*x.shape[:-1], *shape)
 
 
 class MultiHeadDotProductAttention(nn.Module):
@@ -232,13 +232,15 @@ class MultiHeadDotProductAttention(nn.Module):
     if self.attention_norm:
       flat = x.reshape(*x.shape[:2], width)
       x = self._norm('out_ln')(flat).reshape(x.shape)
-    return nn.DenseGeneral(
+    out = nn.DenseGeneral(
       features=width,
       axis=(-2, -1),
       kernel_init=nn.initializers.xavier_uniform(),
+      dot_general=xla_hints.dot_general,
       name='out',
       **types,
-    )(x)  # [B, Q, D]
+    )(x)
+    return xla_hints.rounded(out, types['dtype'])  # [B, Q, D]
 
   @nn.nowrap
   def _norm(self, name: str) -> nn.Module:

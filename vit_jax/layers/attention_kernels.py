@@ -18,7 +18,7 @@ import numpy as np
 
 from vit_jax.configs import models as model_configs
 from vit_jax.distributed import sharding
-from vit_jax.layers import dtypes
+from vit_jax.layers import dtypes, xla_hints
 from vit_jax.layers.dtypes import Array
 
 Dtype: TypeAlias = jax.typing.DTypeLike
@@ -80,15 +80,20 @@ def _heads_first(keys: int) -> bool:
 
 def _dot_keys(query: Queries, key: Keys) -> Logits:
   if _heads_first(key.shape[1]):
-    return jnp.einsum('bkqe,bkse->bkqs', query.swapaxes(1, 2), key.swapaxes(1, 2))
+    heads_first = query.swapaxes(1, 2), key.swapaxes(1, 2)
+    return xla_hints.einsum('bkqe,bkse->bkqs', *heads_first)
   return jnp.einsum('bqke,bske->bkqs', query, key)
 
 
 def _dot_values(weights: Logits, value: Keys) -> Queries:
-  if _heads_first(value.shape[1]):
-    # An einsum would swap the operands.
-    return jnp.matmul(weights, value.swapaxes(1, 2)).swapaxes(1, 2)
-  return jnp.einsum('bkqs,bske->bqke', weights, value)
+  if not _heads_first(value.shape[1]):
+    return jnp.einsum('bkqs,bske->bqke', weights, value)
+  value = value.swapaxes(1, 2)
+  if xla_hints.has_16_bits_on_cpus(value):
+    out = xla_hints.einsum('bkqs,bkse->bkqe', weights, value)
+  else:
+    out = jnp.matmul(weights, value)  # An einsum would swap the operands.
+  return out.swapaxes(1, 2)
 
 
 @jax.custom_jvp

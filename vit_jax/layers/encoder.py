@@ -134,7 +134,7 @@ class MlpBlock(nn.Module):
     if self.mlp_norm:
       x = norms.make(self.norm, self.norm_eps, 'LayerNorm_0', **types)(x)
     out_dim = inputs.shape[-1] if self.out_dim is None else self.out_dim
-    x = dense(out_dim)(x)  # [B, N, out_dim]
+    x = xla_hints.rounded(dense(out_dim)(x), types['dtype'])  # [B, N, out_dim]
     return nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
 
 

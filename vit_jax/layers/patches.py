@@ -17,7 +17,7 @@ import ml_collections
 
 from vit_jax.configs import models as model_configs, schema
 from vit_jax.distributed import sharding
-from vit_jax.layers import dtypes
+from vit_jax.layers import dtypes, xla_hints
 from vit_jax.layers.dtypes import Array
 
 
@@ -192,7 +192,9 @@ class PatchEmbedding(nn.Module):
     x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
     x = x.reshape(b, h, ph, w, pw, c).swapaxes(2, 3)  # [B, h, w, ph, pw, C]
     x = x.reshape(b, h, w, ph * pw * c)
-    return x @ kernel.reshape(-1, self.features) + bias  # [B, h, w, D]
+    kernel = kernel.reshape(-1, self.features)
+    tokens = xla_hints.einsum('bhwp,pd->bhwd', x, kernel) + bias  # [B, h, w, D]
+    return tokens.astype(kernel.dtype)
 
 
 def cut(images: dtypes.ArrayT, grid: tuple[int, int]) -> dtypes.ArrayT:

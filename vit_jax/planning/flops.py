@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vit_jax.layers import xla_hints
+
 
 def forward_flops(
   model: nn.Module, image_size: tuple[int, int], channels: int = 3, whole: bool = False
@@ -61,6 +63,10 @@ def count_flops(jaxpr: Any) -> int:
       shape = eqn.invars[0].aval.shape
       depth = math.prod(shape[i] for i in contracted)
       total += 2 * depth * math.prod(eqn.outvars[0].aval.shape)
+    elif name == xla_hints.PRODUCT:
+      shapes = (operand.aval.shape for operand in eqn.invars)
+      sizes = xla_hints.axis_sizes(eqn.params['subscripts'], *shapes)
+      total += 2 * math.prod(sizes.values())
     elif name == 'conv_general_dilated':
       total += _convolution_flops(eqn)
     times = 1
