@@ -52,9 +52,10 @@ def make_parser() -> flags.Parser:
   add('--only', nargs='+', choices=SECTIONS, help='sections to time (all but engines)')
   add('--json', metavar='FILE', help='file for the results')
   add('--repeats', type=flags.count, default=5, help='measured calls (5)')
-  add('--model', default='s16', help='model to step (s16)')
+  add('--model', default='s16', help='model to step (s16), or --config of a run')
   add('--batch', type=flags.count, default=8, help='images per step (8)')
   add('--image_size', type=flags.count, default=224)
+  parser.add_config()
   add('--dtype', default='float32', choices=('float32', 'bfloat16'))
   add(
     '--beside',

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 import jax
+import ml_collections
 import numpy as np
 
 from benchmarks import timing, timm_steps
@@ -22,15 +23,25 @@ from vit_jax.distributed import sharding
 from vit_jax.planning import flops
 
 
+def _config(args: argparse.Namespace) -> ml_collections.ConfigDict:
+  """Returns the config of a run with the model that is timed."""
+  config = common.get_config()
+  config.pp.crop = args.image_size
+  if args.config:
+    config.model = ml_collections.ConfigDict(args.config.model.to_dict())
+    config.pp.channels = args.config.pp.channels
+  else:
+    config.model = model_configs.get_config(args.model)
+  config.model.dtype = args.dtype
+  return config
+
+
 def check(args: argparse.Namespace) -> None:
   """Checks --beside before anything is timed."""
   if not args.beside:
     return
-  if model_configs.get_config(args.model).model_name not in timm_steps.NAMES:
-    raise ValueError(
-      f"model='{args.model}' has no counterpart in timm here: use one of "
-      f'{", ".join(timm_steps.NAMES)}, or leave out --beside (--model)'
-    )
+  config = _config(args)
+  timm_steps.arguments(config.model, config.pp.channels)
   console.require('torch', 'torch', f'--beside={args.beside}')
   if not set(args.only or ('train',)) & {'train', 'inference'}:
     raise ValueError(
@@ -46,14 +57,11 @@ def _make_step(
   from vit_jax import train as train_lib
   from vit_jax.run import config as run_config
 
-  config = common.get_config()
-  config.model = model_configs.get_config(args.model)
-  config.model.dtype = args.dtype
+  config = _config(args)
   if attention:
     config.model.transformer.attention = attention
   if args.beside:  # timm's models have no dropout.
     config.model.transformer.dropout_rate = 0.0
-  config.pp.crop = args.image_size
   config.update(
     optimizer='adam', optim_dtype='float32', total_steps=10, warmup_steps=1,
     weight_decay=0.1,
@@ -100,7 +108,7 @@ def _rows(args: argparse.Namespace, train: bool) -> list[dict]:
   sharding.local_rows(mesh, args.batch)
   device = mesh.devices.flat[0]
   on_cpu = device.platform == 'cpu'
-  model_config = model_configs.get_config(args.model)
+  config = _config(args)
   reference = None
   reference_facts = {}
   with jax.set_mesh(mesh), contextlib.ExitStack() as stack:
@@ -113,7 +121,7 @@ def _rows(args: argparse.Namespace, train: bool) -> list[dict]:
     if args.beside:
       reference = args.beside
       process = timm_steps.Beside(
-        model=model_config.model_name,
+        model=timm_steps.arguments(config.model, config.pp.channels),
         batch=args.batch,
         image_size=args.image_size,
         dtype=args.dtype,
@@ -124,17 +132,19 @@ def _rows(args: argparse.Namespace, train: bool) -> list[dict]:
       reference_facts = {'first_call_seconds': process.first.pop('seconds')}
       reference_facts |= process.first
       steps.append(process)
-    elif 'transformer' in model_config:
+    elif 'transformer' in config.model:
       reference = 'attention=xla'
       steps.append(_make_step(args, mesh, train, 'xla'))
     count, size = 10, 4 * timing.PRODUCT_SIZE
     if on_cpu:
-      count, size = 1, timing.PRODUCT_SIZE
+      count = max(1, round(timing.TURN_SECONDS / _seconds(steps[0], 1)))
+      size = timing.PRODUCT_SIZE
     functions = [functools.partial(_seconds, step, count) for step in steps]
     functions.append(timing.matrix_product(args.dtype, size))
     *times, products = timing.measure(*functions, repeats=args.repeats)
-  model = models.get_model(args.model, num_classes=1000)
-  work = args.batch * flops.forward_flops(model, 2 * (args.image_size,))
+  model = models.make_model(config.model, num_classes=1000)
+  pixels = 2 * (args.image_size,)
+  work = args.batch * flops.forward_flops(model, pixels, config.pp.channels)
   work = 3 * work if train else work
   peak = [2 * size**3 / t * mesh.size for t in products]
   speeds = []
@@ -143,7 +153,7 @@ def _rows(args: argparse.Namespace, train: bool) -> list[dict]:
   share = work * statistics.median(speeds[0]) / args.batch
   facts['share_of_peak'] = share / statistics.median(peak)
   kind = 'training step' if train else 'inference'
-  name = f'{kind}, {args.model}, batch {args.batch}, {args.dtype}'
+  name = f'{kind}, {config.model.model_name}, batch {args.batch}, {args.dtype}'
   if reference:
     rows = timing.compared(name, speeds[0], reference, speeds[1], 'img/s')
     rows[1] |= reference_facts

@@ -7,6 +7,8 @@ import time
 import jax
 
 PRODUCT_SIZE = 2048
+# On CPUs, a program is slower in its first second after another one.
+TURN_SECONDS = 2.0
 
 
 def measure(*functions: Callable, repeats: int) -> list[list[float]]:

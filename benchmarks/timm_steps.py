@@ -5,7 +5,7 @@ a line of JSON with the arguments of `_make_step` and answers with the cost of t
 first call; then, for each line with a number of calls, with the seconds they took.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 import contextlib
 import json
 import subprocess
@@ -13,17 +13,10 @@ import sys
 import time
 from typing import Any, TextIO
 
-# Name of a model here -> timm's name of the same architecture.
-NAMES = {
-  'ViT-Ti_16': 'vit_tiny_patch16_224',
-  'ViT-S_16': 'vit_small_patch16_224',
-  'ViT-S_32': 'vit_small_patch32_224',
-  'ViT-B_16': 'vit_base_patch16_224',
-  'ViT-B_32': 'vit_base_patch32_224',
-  'ViT-L_16': 'vit_large_patch16_224',
-  'ViT-L_32': 'vit_large_patch32_224',
-  'ViT-H_14': 'vit_huge_patch14_224',
-}
+import ml_collections
+
+from vit_jax.configs import models as model_configs
+
 COMMAND = [sys.executable, '-m', 'benchmarks.timm_steps']
 
 
@@ -61,22 +54,55 @@ class Beside:
     self._process.communicate()
 
 
+def arguments(model: ml_collections.ConfigDict, channels: int) -> dict[str, Any]:
+  """Returns arguments for which timm's Vision Transformer is that of a config.
+
+  Raises ValueError if there are none.
+  """
+  plain = model_configs.get_config('b16')
+  other = [name for name in model if name not in plain and name != 'dtype']
+  if model_configs.kind_of(model) == 'vit':
+    for part in ('patches', 'transformer'):
+      other += [f'{part}.{name}' for name in model[part] if name not in plain[part]]
+    for name in ('classifier', 'representation_size'):
+      other += [name] if model[name] != plain[name] else []
+  if other:
+    raise ValueError(
+      f"timm's plain Vision Transformers lack {', '.join(other)} of the model "
+      f"'{model.model_name}': use one without, such as b16 (--model, --config)"
+    )
+  return dict(
+    patch_size=model.patches.size,
+    in_chans=channels,
+    num_classes=1000,
+    embed_dim=model.hidden_size,
+    depth=model.transformer.num_layers,
+    num_heads=model.transformer.num_heads,
+    mlp_ratio=model.transformer.mlp_dim / model.hidden_size,
+  )
+
+
 def _make_step(
-  model: str, batch: int, image_size: int, dtype: str, train: bool, compiled: bool
+  model: Mapping[str, Any],
+  batch: int,
+  image_size: int,
+  dtype: str,
+  train: bool,
+  compiled: bool,
 ) -> Callable[[], Any]:
   """Returns a function that makes an update by fused AdamW, or the logits.
 
   It does not wait for the device. 'bfloat16' is by torch.autocast.
   """
-  import timm
+  from timm.models import vision_transformer
   import torch
 
   device = 'cuda' if torch.cuda.is_available() else 'cpu'
   torch.set_float32_matmul_precision('high')
-  net = timm.create_model(NAMES[model], img_size=image_size, num_classes=1000)
-  net = net.to(device)
+  net = vision_transformer.VisionTransformer(img_size=image_size, **model).to(device)
   run = torch.compile(net) if compiled else net
-  images = torch.randn(batch, 3, image_size, image_size, device=device)
+  shape = batch, model['in_chans'], image_size, image_size
+  images = torch.randn(shape, device=device)
   if dtype == 'float32':
     types = contextlib.nullcontext
   else:

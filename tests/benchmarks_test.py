@@ -26,6 +26,7 @@ from benchmarks import (
 )
 from tests import models_test, torch_models
 from vit_jax import models_igpt
+from vit_jax.configs import models as model_configs
 
 
 def run(tmp_path, *flags):
@@ -36,6 +37,7 @@ def run(tmp_path, *flags):
 
 def test_step_reports_fraction_of_peak(monkeypatch, tmp_path, capsys):
   monkeypatch.setattr(timing, 'PRODUCT_SIZE', 512)
+  monkeypatch.setattr(timing, 'TURN_SECONDS', 0.0)
   flags = ('--only=inference', '--model=testing', '--image_size=32')
   got = run(tmp_path, *flags)
   assert got['machine']['platform'] == 'cpu'
@@ -72,13 +74,14 @@ def test_updates_compared_with_timm(monkeypatch, tmp_path, capsys):
   threads = types.SimpleNamespace(Popen=Thread, PIPE=None)
   monkeypatch.setattr(timm_steps, 'subprocess', threads)
   monkeypatch.setattr(timing, 'PRODUCT_SIZE', 128)
-  monkeypatch.setitem(timm_steps.NAMES, 'testing', 'test_vit')
+  monkeypatch.setattr(timing, 'TURN_SECONDS', 0.0)
   got = run(
-    tmp_path, '--only=train', '--model=testing', '--image_size=32',
-    '--batch=8', '--beside=timm_eager', '--dtype=bfloat16',
+    tmp_path, '--only=train', '--config=configs/digits.py', '--image_size=8',
+    '--config.model.transformer.num_layers=1', '--batch=8', '--beside=timm_eager',
+    '--dtype=bfloat16',
   )  # fmt: skip
   ours, theirs, ratio, product = got['results']['train']
-  assert ours['name'].endswith('testing, batch 8, bfloat16')
+  assert ours['name'].endswith('ViT-digits, batch 8, bfloat16')
   assert theirs['name'] == 'timm_eager'
   assert ratio['median'] == pytest.approx(ours['median'] / theirs['median'])
   assert min(ours['first_call_seconds'], theirs['first_call_seconds']) > 0
@@ -86,18 +89,37 @@ def test_updates_compared_with_timm(monkeypatch, tmp_path, capsys):
   assert capsys.readouterr().out.count('compiled in') == 2
 
 
-def test_timm_has_the_same_number_of_parameters():
-  for name, theirs in timm_steps.NAMES.items():
-    with torch.device('meta'):
-      net = torch_models.timm.create_model(theirs, num_classes=1000)
-    # models_test checks this count against our model.
-    count = models_test.COUNTS[name]
-    assert count == sum(x.numel() for x in net.parameters()), name
+@pytest.mark.parametrize('name', ['Ti_16', 'S_32', 'B_16', 'L_16', 'H_14'])
+def test_timm_has_the_same_number_of_parameters(name):
+  config = model_configs.MODEL_CONFIGS[f'ViT-{name}']
+  with torch.device('meta'):
+    net = torch_models.timm.models.vision_transformer.VisionTransformer(
+      **timm_steps.arguments(config, channels=3)
+    )
+  # models_test checks this count against our model.
+  count = models_test.COUNTS[f'ViT-{name}']
+  assert count == sum(x.numel() for x in net.parameters())
 
 
-def test_models_timm_lacks_are_rejected():
-  with pytest.raises(ValueError, match="model='b8' has no .* in timm .*ViT-B_16"):
-    program.main(['--beside=timm', '--model=b8'])
+@pytest.mark.parametrize(
+  'flags, problem',
+  [
+    (['--model=r50_b16'], 'lack resnet of'),
+    (['--model=mixer_b16'], 'lack .*tokens_mlp_dim'),
+    (
+      ['--config=configs/digits.py', '--config.model.transformer.mlp=swiglu'],
+      'lack transformer.mlp',
+    ),
+    (
+      ['--config=configs/digits.py', '--config.model.classifier=gap'],
+      'lack classifier',
+    ),
+    (['--config=configs/digits.py', '--config.model.registers=4'], 'lack registers'),
+  ],
+)
+def test_models_timm_lacks_are_rejected(flags, problem):
+  with pytest.raises(ValueError, match=problem):
+    program.main(['--beside=timm', *flags])
 
 
 def test_weights_and_checkpoints(monkeypatch, tmp_path):
