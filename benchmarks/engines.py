@@ -50,8 +50,8 @@ def _export(weights: str, folder: pathlib.Path, dtype: str | None) -> pathlib.Pa
   return exported / 'model.onnx'
 
 
-def _jax(weights: str, dtype: str | None, images: np.ndarray) -> Callable[[], Any]:
-  model = predict.load_weights(weights, dtype=dtype)
+def _jax(weights: str, images: np.ndarray, **types: str) -> Callable[[], Any]:
+  model = predict.load_weights(weights, **types)
   outputs = jax.jit(model.task.outputs)
 
   def run() -> None:
@@ -102,11 +102,12 @@ def rows(args: argparse.Namespace) -> list[dict]:
     float32 = _export(weights, folder, None)
     int8 = _export(weights, folder, 'int8')
     engines = {
-      'JAX, float32': _jax(weights, None, images),
+      'JAX, float32': _jax(weights, images),
+      'JAX, bfloat16': _jax(weights, images, compute_dtype='bfloat16'),
       'ONNX Runtime, float32': _onnx_runtime(float32, images),
       'OpenVINO, float32': _openvino(float32, images, 'f32'),
       'OpenVINO, bfloat16': _openvino(float32, images, 'bf16'),
-      'JAX, int8': _jax(weights, 'int8', images),
+      'JAX, int8': _jax(weights, images, dtype='int8'),
       # OpenVINO 2026.4 fails to compile the model in int8.
       'ONNX Runtime, int8': _onnx_runtime(int8, images),
     }

@@ -155,6 +155,7 @@ GAP = ('S_16', 'S_32', 'B_16', 'B_32')
 
 # Choices: modules read them with typing.get_args.
 Float = Literal['float32', 'bfloat16', 'float16']
+ComputeDtype = Literal['auto', 'float32', 'bfloat16', 'float16']
 Attention = Literal['auto', 'default', 'xla', 'cudnn', 'flash']
 AttentionPattern = Literal['global', 'local', 'axial']
 AttentionScale = Literal['exact', 'truncated']
@@ -206,7 +207,7 @@ class _Model:
   model_name: schema.Text | None
   # Types of the computation and of the parameters. 'auto' computes in bfloat16 on
   # GPUs and TPUs, and in float32 on CPUs.
-  dtype: Literal['auto'] | Float = 'float32'
+  dtype: ComputeDtype = 'float32'
   param_dtype: Float = 'float32'
 
 

@@ -146,8 +146,8 @@ def test_engines_take_turns(monkeypatch, tmp_path):
   flags = ('--only=engines', '--model=testing', '--image_size=32', '--batch=2')
   rows = run(tmp_path, *flags)['results']['engines']
   assert [row['name'].removeprefix('testing, batch 2, ') for row in rows] == [
-    'JAX, float32', 'ONNX Runtime, float32', 'OpenVINO, float32', 'OpenVINO, bfloat16',
-    'JAX, int8', 'ONNX Runtime, int8',
+    'JAX, float32', 'JAX, bfloat16', 'ONNX Runtime, float32', 'OpenVINO, float32',
+    'OpenVINO, bfloat16', 'JAX, int8', 'ONNX Runtime, int8',
   ]  # fmt: skip
   assert all(row['median'] > 0 for row in rows)
 

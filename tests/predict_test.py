@@ -127,8 +127,31 @@ def test_parameters_in_bfloat16(folder_run, model, image_folder, tmp_path):
   difference = np.abs(half.logits(images) - want).max()
   assert 0 < difference < 1e-2 * np.abs(want).max()
   for load in (predict.load, predict.load_weights):
-    with pytest.raises(ValueError, match="dtype='int4' must be 'bfloat16', .*int8"):
+    with pytest.raises(ValueError, match="dtype='int4' .*'bfloat16', .*'int8'"):
       load('/no/where', dtype='int4')
+    with pytest.raises(ValueError, match="compute_dtype='int8' .*'auto', 'float32'"):
+      load('/no/where', compute_dtype='int8')
+
+
+def test_computation_in_bfloat16(folder_run, model, image_folder, tmp_path, capsys):
+  images = sorted(map(str, (image_folder / 'test').glob('*/*')))[:2]
+  want, path = model.logits(images), str(tmp_path / 'weights.npz')
+  checkpoint.save(model.params, path)
+  half = predict.load(folder_run[1], compute_dtype='bfloat16')
+  sized = predict.load_weights(path, image_size=(16, 16), compute_dtype='bfloat16')
+  for found in (half, sized):
+    assert {x.dtype.name for x in jax.tree.leaves(found.params)} == {'float32'}
+    logits = found.logits(images)
+    assert logits.dtype == np.float32
+    assert 0 < np.abs(logits - want).max() < 3e-2 * np.abs(want).max()
+  flags = [f'--workdir={folder_run[1]}', '--top=1', images[0]]
+  printed = []
+  for extra in ([], ['--compute_dtype=bfloat16'], ['--compute_dtype=auto']):
+    predict_command.main([*flags, *extra])
+    printed.append(capsys.readouterr().out)
+  assert printed[2] == printed[0]  # On CPUs, that is float32.
+  (name,) = half.predict(images[:1], top=1)[0]
+  assert f'{100 * name[1]:6.2f} %  {name[0]}' in printed[1]
 
 
 def test_kernels_in_int8(folder_run, model, image_folder, tmp_path):

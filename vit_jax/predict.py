@@ -12,7 +12,7 @@ file of the task, such as vit_jax/tasks/classify.py. `vit_jax predict`
 from collections.abc import Sequence
 import gc
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from etils import epath
 import jax
@@ -32,6 +32,7 @@ def load(
   mesh: jax.sharding.Mesh | None = None,
   dtype: str | None = None,
   max_image_pixels: int | None = None,
+  compute_dtype: str | None = None,
 ) -> 'predictor.Predictor':
   """Loads a trained model: its parameters (averaged if kept) and extra state.
 
@@ -42,10 +43,11 @@ def load(
       of the run. By default as many devices as the run splits them over, or one
       if there are fewer.
     dtype: type of the parameters in memory, 'bfloat16', 'float16' or 'int8' (of
-      kernels, see vit_jax/inference/int8.py); computations keep the model's. None: as
-      in the run.
+      kernels, see vit_jax/inference/int8.py). None: as in the run.
     max_image_pixels: largest image that the model accepts, height times width in
       pixels. None: as in the run.
+    compute_dtype: type of the computation, 'float32', 'bfloat16', or 'auto' for
+      bfloat16 except on CPUs. None: as in the run (`config.model.dtype`).
 
   Returns:
     The Predictor of the run's task, with `params`, `config`, `metadata`,
@@ -56,7 +58,7 @@ def load(
     ValueError: if all checkpoints are damaged, or the step has none, or `workdir`
       is a file.
   """
-  _check_dtype(dtype)
+  _check_types(dtype, compute_dtype)
   from vit_jax import train
   from vit_jax.evaluators import calibration
   from vit_jax.inference import int8
@@ -75,6 +77,7 @@ def load(
     )
   config, metadata = workdir_lib.load(workdir)
   _limit_images(config, max_image_pixels)
+  _compute_as(config, compute_dtype)
   run_config.replace_stored_functions(config)
   mesh = mesh or _mesh(config)
   axes = {name for name, size in config.mesh.items() if size is not None}
@@ -111,6 +114,7 @@ def load_weights(
   max_image_pixels: int | None = None,
   entry: str | None = None,
   base: str | None = None,
+  compute_dtype: str | None = None,
 ) -> 'predictor.Predictor':
   """Loads a model from weights in any format, without a run.
 
@@ -134,8 +138,9 @@ def load_weights(
       the averaged weights, if it has some.
     base: weights of timm or Hugging Face into which the adapters of PEFT at `path` are
       merged.
+    compute_dtype: see `load`; None: float32.
   """
-  _check_dtype(dtype)
+  _check_types(dtype, compute_dtype)
   from vit_jax.inference import int8
   from vit_jax.run import config as run_config
   from vit_jax.weights import convert, fitting, writing
@@ -152,6 +157,7 @@ def load_weights(
     )
   config, metadata = writing.as_run(model)
   _limit_images(config, max_image_pixels)
+  _compute_as(config, compute_dtype)
   task = run_config.get_task(config.task)(config, metadata)
   params = _moved(model.params)
   extra = _moved(model.extra)
@@ -162,11 +168,11 @@ def load_weights(
   return model
 
 
-def _check_dtype(dtype: str | None) -> None:
-  if dtype not in (None, 'bfloat16', 'float16', 'int8'):
-    raise ValueError(
-      f"dtype='{dtype}' must be 'bfloat16', 'float16' or 'int8' (--dtype)"
-    )
+def _check_types(dtype: str | None, compute_dtype: str | None) -> None:
+  stored = Literal['bfloat16', 'float16', 'int8'] | None
+  schema.check('dtype', dtype, stored, '--')
+  computed = model_configs.ComputeDtype | None
+  schema.check('compute_dtype', compute_dtype, computed, '--')
 
 
 def _limit_images(
@@ -176,6 +182,13 @@ def _limit_images(
   if max_image_pixels is not None:
     schema.check('max_image_pixels', max_image_pixels, schema.Count, '--')
     config.max_image_pixels = max_image_pixels
+
+
+def _compute_as(config: ml_collections.ConfigDict, compute_dtype: str | None) -> None:
+  """Sets config.model.dtype, unless it is None."""
+  if compute_dtype is not None:
+    with config.unlocked():
+      config.model.dtype = compute_dtype
 
 
 def _moved(tree: dict) -> dict:

@@ -64,6 +64,7 @@ _FLAGS = {
     metavar='NAME=VALUE',
     help='override an option of the task, such as tight=1; may be repeated',
   ),
+  '--compute_dtype': flags.COMPUTE_DTYPE,
 }
 NAMES = tuple(flag.removeprefix('--') for flag in _FLAGS)
 
@@ -101,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
 
     options = evaluation.parse_options(args.option or ())
     mesh = evaluation.run_mesh(args.workdir)
-    model = predict.load(args.workdir, mesh=mesh)
+    dtype = args.compute_dtype
+    model = predict.load(args.workdir, mesh=mesh, compute_dtype=dtype)
     if args.calibrate is not None:
       model = evaluation.calibrated(model, args.calibrate)
     report = args.report

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 import difflib
 import functools
 import os
+import typing
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from etils import epath
 
 from vit_jax import console
-from vit_jax.configs import synonyms
+from vit_jax.configs import models as model_configs, synonyms
 from vit_jax.distributed import files
 
 if TYPE_CHECKING:
@@ -244,6 +245,7 @@ def load_model(args: argparse.Namespace, **options: Any) -> 'predictor.Predictor
   """
   from vit_jax import predict  # Late: imports JAX.
 
+  options['compute_dtype'] = args.compute_dtype
   if not args.weights:
     return predict.load(args.workdir, args.step, **options)
   return predict.load_weights(
@@ -256,6 +258,13 @@ def load_model(args: argparse.Namespace, **options: Any) -> 'predictor.Predictor
   )
 
 
+COMPUTE_DTYPE = dict(
+  choices=typing.get_args(model_configs.ComputeDtype),
+  help="type of the computation, by default the run's, or float32 for --weights; auto is "
+  'bfloat16 except on CPUs, of which some are faster with bfloat16 too',
+)
+
+
 def add_model_flags(parser: Parser) -> None:
   """Adds the flags that select a model."""
   source = parser.add_mutually_exclusive_group(required=True)
@@ -263,7 +272,12 @@ def add_model_flags(parser: Parser) -> None:
   source.add_argument(
     '--weights', help='file or folder of weights, or hf://OWNER/NAME, instead of a run'
   )
-  parser.add({'--step': dict(type=int, help='step of the checkpoint (newest)')})
+  parser.add(
+    {
+      '--step': dict(type=int, help='step of the checkpoint (newest)'),
+      '--compute_dtype': COMPUTE_DTYPE,
+    }
+  )
   add_weights_flags(parser)
   add_trust_flags(parser)
 

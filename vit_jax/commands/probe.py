@@ -88,7 +88,8 @@ def main(argv: Sequence[str]) -> int:
     model.params = jax.device_put(model.params, sharding.replicated(mesh))
   else:
     mesh = evaluation.run_mesh(args.workdir)
-    model = predict.load(args.workdir, args.step, mesh)
+    dtype = args.compute_dtype
+    model = predict.load(args.workdir, args.step, mesh, compute_dtype=dtype)
   if args.tfds_data_dir:
     model.config.tfds_data_dir = args.tfds_data_dir
   if args.batch is not None:
