@@ -103,7 +103,9 @@ def rows(args: argparse.Namespace) -> list[dict]:
     int8 = _export(weights, folder, 'int8')
     engines = {
       'JAX, float32': _jax(weights, images),
-      'JAX, bfloat16': _jax(weights, images, compute_dtype='bfloat16'),
+      'JAX, bfloat16': _jax(
+        weights, images, dtype='bfloat16', compute_dtype='bfloat16'
+      ),
       'ONNX Runtime, float32': _onnx_runtime(float32, images),
       'OpenVINO, float32': _openvino(float32, images, 'f32'),
       'OpenVINO, bfloat16': _openvino(float32, images, 'bf16'),
