@@ -29,11 +29,11 @@ class MlpBlock(nn.Module):
 
   @nn.compact
   def __call__(self, x: Float[Array, '*axes F']) -> Float[Array, '*axes F']:
-    types = dtypes.of(self)
-    dense = functools.partial(nn.Dense, dot_general=xla_hints.dot_general, **types)
+    options = {'dot_general': xla_hints.dot_general, **dtypes.of(self)}
+    dense = functools.partial(nn.Dense, **options)
     y = dense(self.mlp_dim)(x)
     y = xla_hints.recomputed(nn.gelu)(y)
-    return xla_hints.rounded(dense(x.shape[-1])(y), types['dtype'])
+    return dense(x.shape[-1])(y).astype(dtypes.result_of(self, x))
 
 
 class MixerBlock(nn.Module):

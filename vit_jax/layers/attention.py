@@ -134,8 +134,8 @@ class _Heads(nn.Module):
     if xla_hints.on_tpus():
       x = jnp.einsum('bnd,dke->bnke', x, kernel)
       return x if bias is None else x + bias
-    last = ((x.ndim - 1,), (0,)), ((), ())
-    x = xla_hints.dot_general(x, kernel.reshape(-1, width), last)
+    dimension_numbers = ((x.ndim - 1,), (0,)), ((), ())
+    x = xla_hints.dot_general(x, kernel.reshape(-1, width), dimension_numbers)
     x = x if bias is None else x + bias.reshape(width)
     return x.astype(kernel.dtype).reshape(*x.shape[:-1], *shape)
 
@@ -240,7 +240,7 @@ class MultiHeadDotProductAttention(nn.Module):
       name='out',
       **types,
     )(x)
-    return xla_hints.rounded(out, types['dtype'])  # [B, Q, D]
+    return out.astype(dtypes.result_of(self, kv))  # [B, Q, D]
 
   @nn.nowrap
   def _norm(self, name: str) -> nn.Module:
@@ -279,4 +279,4 @@ class MultiHeadDotProductAttention(nn.Module):
       weights = self.perturb('attention_weights', weights)
     drop = nn.Dropout(self.dropout_rate, deterministic=not dropout_rate)
     weights = drop(weights.astype(value.dtype))
-    return jnp.einsum('bkqs,bske->bqke', weights, value)
+    return attention_kernels.dot_values(weights, value)

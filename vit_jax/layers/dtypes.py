@@ -49,6 +49,14 @@ def resolve(dtype: Any, platform_: str | None = None) -> Any:
   return 'float32' if (platform_ or platform()) == 'cpu' else 'bfloat16'
 
 
+def result_of(module: nn.Module, x: Array) -> np.dtype:
+  """Returns the type of a module's result on `x`, of its layers unless that is None."""
+  dtype = resolve(module.dtype)
+  return jnp.dtype(
+    jnp.promote_types(x.dtype, module.param_dtype) if dtype is None else dtype
+  )
+
+
 def of(module: nn.Module, *fields: str) -> dict[str, Any]:
   """Returns a module's types and other `fields`, to pass to its submodules.
 

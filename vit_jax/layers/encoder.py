@@ -117,6 +117,7 @@ class MlpBlock(nn.Module):
   ) -> Float[Array, 'B N out_dim']:
     """Applies the layers to each token."""
     types = dtypes.of(self)
+    # In 16 bits, the hidden layer is float32 on CPUs, see xla_hints; the result is not.
     dense = functools.partial(
       nn.Dense,
       kernel_init=self.kernel_init,
@@ -134,7 +135,7 @@ class MlpBlock(nn.Module):
     if self.mlp_norm:
       x = norms.make(self.norm, self.norm_eps, 'LayerNorm_0', **types)(x)
     out_dim = inputs.shape[-1] if self.out_dim is None else self.out_dim
-    x = xla_hints.rounded(dense(out_dim)(x), types['dtype'])  # [B, N, out_dim]
+    x = dense(out_dim)(x).astype(dtypes.result_of(self, inputs))  # [B, N, out_dim]
     return nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
 
 

@@ -8,15 +8,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from vit_jax.layers import dtypes
+from vit_jax.layers import dtypes, xla_hints
 from vit_jax.layers.dtypes import Array
+
+
+def _stores_products_without_batch(primitive: Any, *args: Any, **params: Any) -> bool:
+  if primitive.name == xla_hints.PRODUCT:
+    return not xla_hints.batch_axes(params['subscripts'])
+  dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+  return dots(primitive, *args, **params)
+
 
 # Values of `remat` -> which results in a layer are stored for the backward pass, in
 # addition to the layer's input; everything else is recomputed.
-REMAT_POLICIES = {
-  'full': None,
-  'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
+REMAT_POLICIES = {'full': None, 'dots': _stores_products_without_batch}
 # TPUs train more layers than this in a loop, unless the config says otherwise.
 DEEP = 12
 
@@ -44,9 +49,10 @@ def _loop_policy(primitive: Any, *args: Any, **params: Any) -> bool:
   products, and of cuDNN's attention, suffice: the rest is recomputed cheaply from
   them.
   """
-  dots = jax.checkpoint_policies.dots_saveable
-  is_cudnn = primitive.name.startswith('dot_product_attention')
-  return is_cudnn or dots(primitive, *args, **params)
+  name = primitive.name
+  if name == xla_hints.PRODUCT or name.startswith('dot_product_attention'):
+    return True
+  return jax.checkpoint_policies.dots_saveable(primitive, *args, **params)
 
 
 def recomputed(

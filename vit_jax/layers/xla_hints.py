@@ -2,8 +2,9 @@
 
 Outside of matrix products and attention, an update spends most of its time reading
 and writing activations, and XLA's default choices on GPUs add extra passes. On CPUs,
-its default form of some matrix products is slow, and products of 16 bits use no
-instructions for them. On TPUs these functions do nothing.
+its default form of some matrix products is slow, and it converts 16-bit products to
+float32 instead of using the processor's 16-bit instructions. On TPUs these functions do
+nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,12 +25,12 @@ from vit_jax.layers.dtypes import Array
 
 
 def on_gpus() -> bool:
-  """Returns whether the program that is traced is for GPUs."""
+  """Returns whether the traced program targets GPUs."""
   return dtypes.platform() in ('gpu', 'cuda')
 
 
 def on_tpus() -> bool:
-  """Returns whether the program that is traced is for TPUs."""
+  """Returns whether the traced program targets TPUs."""
   return dtypes.platform() == 'tpu'
 
 
@@ -98,24 +99,41 @@ def _kernel_jvp(
   return primals[0], jax.lax.optimization_barrier(tangents[0].T).T
 
 
-def has_16_bits_on_cpus(x: Float[Array, '...']) -> bool:
-  """Returns whether the program is for CPUs and `x` has 16 bits, see `einsum`."""
+def is_16_bit_on_cpu(x: Float[Array, '...']) -> bool:
+  """Returns whether the traced program targets CPUs and `x` has 16 bits."""
   return dtypes.platform() == 'cpu' and x.dtype.itemsize == 2
+
+
+def axis_sizes(
+  subscripts: str, x_shape: Sequence[int], y_shape: Sequence[int]
+) -> dict[str, int]:
+  """Returns the sizes of the axes of an `einsum` of arrays with these shapes."""
+  x_axes, y_axes, _ = _split(subscripts)
+  return dict(zip(x_axes + y_axes, (*x_shape, *y_shape)))
+
+
+def batch_axes(subscripts: str) -> list[str]:
+  """Returns the axes of an `einsum` that both operands and the result have."""
+  x_axes, y_axes, out_axes = _split(subscripts)
+  return [axis for axis in x_axes if axis in y_axes and axis in out_axes]
+
+
+def _split(subscripts: str) -> list[str]:
+  return re.split(',|->', subscripts)
 
 
 def _multiply(
   x: Float[Array, '...'], y: Float[Array, '...'], subscripts: str
 ) -> Float[Array, '...']:
-  """Returns `jnp.einsum` as float32."""
-  x_axes, y_axes, out_axes = re.split(',|->', subscripts)
-  size = axis_sizes(subscripts, x.shape, y.shape)
-  shared = [axis for axis in x_axes if axis in y_axes]
-  batch = [axis for axis in shared if axis in out_axes]
+  """Computes `jnp.einsum` of two arrays, with a float32 result."""
+  batch = batch_axes(subscripts)
   if not batch:
     return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
-  summed = [axis for axis in shared if axis not in out_axes]
-  rows = [axis for axis in x_axes if axis not in shared]
-  columns = [axis for axis in y_axes if axis not in shared]
+  size = axis_sizes(subscripts, x.shape, y.shape)
+  x_axes, y_axes, out_axes = _split(subscripts)
+  contracted = [axis for axis in x_axes if axis not in out_axes]
+  rows = [axis for axis in x_axes if axis not in y_axes]
+  columns = [axis for axis in y_axes if axis not in x_axes]
 
   def matrices(
     array: Float[Array, '...'], axes: str, groups: Sequence[Sequence[str]]
@@ -124,14 +142,16 @@ def _multiply(
     shape = [math.prod(size[axis] for axis in group) for group in groups]
     return array.transpose(order).reshape(shape)
 
-  # XLA has fast programs for 16 bits only for one batch axis in front. The reshapes keep
-  # it from merging transposes into the product.
-  is_last = y_axes.endswith(''.join(summed))
-  y_groups = (batch, columns, summed) if is_last else (batch, summed, columns)
+  # XLA has fast programs for products of one batch axis in front. The reshapes keep it
+  # from merging transposes into the product.
+  if y_axes.endswith(''.join(contracted)):  # Spares a transpose of y.
+    y_groups, y_axis = (batch, columns, contracted), 2
+  else:
+    y_groups, y_axis = (batch, contracted, columns), 1
   out = jax.lax.dot_general(
-    matrices(x, x_axes, (batch, rows, summed)),
+    matrices(x, x_axes, (batch, rows, contracted)),
     matrices(y, y_axes, y_groups),
-    (((2,), (y_groups.index(summed),)), ((0,), (0,))),
+    (((2,), (y_axis,)), ((0,), (0,))),
     preferred_element_type=jnp.float32,
   )
   axes = [*batch, *rows, *columns]
@@ -139,102 +159,98 @@ def _multiply(
   return out.transpose([axes.index(axis) for axis in out_axes])
 
 
-def axis_sizes(subscripts: str, x: Sequence[int], y: Sequence[int]) -> dict[str, int]:
-  """Returns the sizes of the axes of an `einsum` of arrays with these shapes."""
-  x_axes, y_axes, _ = re.split(',|->', subscripts)
-  return dict(zip(x_axes + y_axes, (*x, *y)))
+# The transpose rule of JAX's own product with a float32 result multiplies the gradient
+# in float32, which is slow. jax.custom_vjp would allow another rule, but not forward mode,
+# which the rule of vit_jax.layers.attention_kernels.average needs. Hence a primitive.
+PRODUCT = 'einsum_16_bit'
+_einsum_p = core.Primitive(PRODUCT)
+_einsum_p.def_impl(jax.jit(_multiply, static_argnames='subscripts'))
+mlir.register_lowering(_einsum_p, mlir.lower_fun(_multiply, multiple_results=False))
 
 
-# A primitive, since JAX multiplies gradients of `dot_general` in the type of its result.
-PRODUCT = 'product_of_16_bits'
-_product = core.Primitive(PRODUCT)
-_product.def_impl(jax.jit(_multiply, static_argnames='subscripts'))
-mlir.register_lowering(_product, mlir.lower_fun(_multiply, multiple_results=False))
-
-
-@_product.def_abstract_eval
-def _product_type(x: Any, y: Any, *, subscripts: str) -> jax.core.ShapedArray:
-  *_, out_axes = re.split(',|->', subscripts)
+@_einsum_p.def_abstract_eval
+def _abstract_eval(x: Any, y: Any, *, subscripts: str) -> jax.core.ShapedArray:
   size = axis_sizes(subscripts, x.shape, y.shape)
+  *_, out_axes = _split(subscripts)
   return jax.core.ShapedArray([size[axis] for axis in out_axes], jnp.float32)
 
 
-def _x_gradient(
-  gradient: Float[Array, '...'], x: Any, y: Float[Array, '...'], *, subscripts: str
+def _transpose_x(
+  cotangent: Float[Array, '...'], x: Any, y: Float[Array, '...'], *, subscripts: str
 ) -> Float[Array, '...']:
-  x_axes, y_axes, out_axes = re.split(',|->', subscripts)
-  gradient = gradient.astype(y.dtype)
-  return einsum(f'{out_axes},{y_axes}->{x_axes}', gradient, y).astype(y.dtype)
+  x_axes, y_axes, out_axes = _split(subscripts)
+  cotangent = cotangent.astype(y.dtype)
+  return einsum(f'{out_axes},{y_axes}->{x_axes}', cotangent, y).astype(y.dtype)
 
 
-def _y_gradient(
-  gradient: Float[Array, '...'], x: Float[Array, '...'], y: Any, *, subscripts: str
+def _transpose_y(
+  cotangent: Float[Array, '...'], x: Float[Array, '...'], y: Any, *, subscripts: str
 ) -> Float[Array, '...']:
-  x_axes, y_axes, out_axes = re.split(',|->', subscripts)
-  gradient = gradient.astype(x.dtype)
-  return einsum(f'{x_axes},{out_axes}->{y_axes}', x, gradient).astype(x.dtype)
+  x_axes, y_axes, out_axes = _split(subscripts)
+  cotangent = cotangent.astype(x.dtype)
+  return einsum(f'{x_axes},{out_axes}->{y_axes}', x, cotangent).astype(x.dtype)
 
 
-ad.defbilinear(_product, _x_gradient, _y_gradient)
+ad.defbilinear(_einsum_p, _transpose_x, _transpose_y)
 
 
-def _batch_product(
+def _batching_rule(
   operands: Sequence[Float[Array, '...']],
-  axes: Sequence[int | None],
+  positions: Sequence[int | None],
   *,
   subscripts: str,
 ) -> tuple[Float[Array, '...'], int]:
-  """Returns the products under jax.vmap, and the position of their batch axis."""
-  x_axes, y_axes, out_axes = re.split(',|->', subscripts)
-  names = [x_axes, y_axes]
+  """Returns the batched product and its batch axis, 0."""
+  x_axes, y_axes, out_axes = _split(subscripts)
   new = next(axis for axis in string.ascii_letters if axis not in subscripts)
-  moved = []
-  for i, axis in enumerate(axes):
-    operand = operands[i]
-    if axis is not None:
-      operand = jnp.moveaxis(operand, axis, 0)
-      names[i] = new + names[i]
-    moved.append(operand)
-  return einsum(f'{names[0]},{names[1]}->{new}{out_axes}', *moved), 0
+
+  def insert(axes: str, position: int | None) -> str:
+    return axes if position is None else axes[:position] + new + axes[position:]
+
+  x_axes, y_axes = insert(x_axes, positions[0]), insert(y_axes, positions[1])
+  return einsum(f'{x_axes},{y_axes}->{new}{out_axes}', *operands), 0
 
 
-batching.primitive_batchers[_product] = _batch_product
+batching.primitive_batchers[_einsum_p] = _batching_rule
 
 
 def einsum(
   subscripts: str, x: Float[Array, '...'], y: Float[Array, '...']
 ) -> Float[Array, '...']:
-  """Returns `jnp.einsum`; on CPUs, that of numbers of 16 bits is float32.
+  """Computes `jnp.einsum` of two arrays; on CPUs, 16-bit arrays give a float32 result.
 
-  XLA's programs for CPUs use the processor's instructions for 16 bits only for products
-  whose result is float32; otherwise they convert all numbers to float32 first.
+  XLA's CPU backend uses the processor's 16-bit instructions only for products with a
+  float32 result; otherwise it first converts the arrays to float32. Gradients have the
+  type of the arrays.
+
+  Args:
+    subscripts: with an explicit output and without ellipsis. Each axis of an array is
+      also an axis of the other one or of the output.
+    x: an array.
+    y: an array, of the same type for a float32 result.
   """
-  if has_16_bits_on_cpus(x):
-    return _product.bind(x, y, subscripts=subscripts)
+  if is_16_bit_on_cpu(x) and x.dtype == y.dtype:
+    return _einsum_p.bind(x, y, subscripts=subscripts)
   return jnp.einsum(subscripts, x, y)
 
 
 def dot_general(
   x: Float[Array, '...'],
   kernel: Float[Array, '...'],
-  dimensions: jax.lax.DotDimensionNumbers,
+  dimension_numbers: jax.lax.DotDimensionNumbers,
   **options: Any,
 ) -> Float[Array, '...']:
-  """Multiplies the last axes of `x` with the first of a kernel, for flax.linen.Dense.
+  """A `jax.lax.dot_general` for `flax.linen.Dense` and `flax.linen.DenseGeneral`.
 
-  As `jax.lax.dot_general`, with the result of `einsum`.
+  Contracts the last axes of `x` with the first of `kernel`. On CPUs, 16-bit arrays give
+  a float32 result, and `options` have no effect, see `einsum`.
   """
-  if has_16_bits_on_cpus(x):
-    rows = x.ndim - len(dimensions[0][0])
-    x_axes = string.ascii_lowercase[: x.ndim]
-    columns = string.ascii_uppercase[: rows + kernel.ndim - x.ndim]
-    subscripts = f'{x_axes},{x_axes[rows:]}{columns}->{x_axes[:rows]}{columns}'
-    return einsum(subscripts, x, kernel)
+  if is_16_bit_on_cpu(x):
+    contracted = len(dimension_numbers[0][0])
+    x_axes = string.ascii_letters[: x.ndim]
+    columns = string.ascii_letters[x.ndim :][: kernel.ndim - contracted]
+    rows, shared = x_axes[:-contracted], x_axes[-contracted:]
+    return einsum(f'{x_axes},{shared}{columns}->{rows}{columns}', x, kernel)
   if dtypes.platform() == 'cpu' and kernel.ndim == 2:
     kernel = _kernel(kernel)
-  return jax.lax.dot_general(x, kernel, dimensions, **options)
-
-
-def rounded(x: Float[Array, '*axes'], dtype: Any) -> Float[Array, '*axes']:
-  """Returns what a layer with this `dtype` has computed from products of 16 bits."""
-  return x if dtype is None else x.astype(dtype)
+  return jax.lax.dot_general(x, kernel, dimension_numbers, **options)
