@@ -42,11 +42,11 @@ def check(args: argparse.Namespace) -> None:
     return
   config = _config(args)
   timm_steps.arguments(config.model, config.pp.channels)
-  console.require('torch', 'torch', f'--beside={args.beside}')
+  console.require('timm', 'test', f'--beside={args.beside}')
   if not set(args.only or ('train',)) & {'train', 'inference'}:
     raise ValueError(
-      f"beside='{args.beside}' is for the sections train and inference: add one "
-      'of them to --only'
+      f"beside='{args.beside}' applies only to the sections train and inference: add "
+      'one of them (--only)'
     )
 
 

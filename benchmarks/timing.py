@@ -7,7 +7,7 @@ import time
 import jax
 
 PRODUCT_SIZE = 2048
-# On CPUs, a program is slower in its first second after another one.
+# Seconds of our steps in a turn on CPUs, where a program is slow right after another one.
 TURN_SECONDS = 2.0
 
 

@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float
 
 from vit_jax import models_vit
 from vit_jax.distributed import sharding
-from vit_jax.layers import dtypes, encoder, position_kinds
+from vit_jax.layers import dtypes, encoder, position_kinds, xla_hints
 from vit_jax.layers.dtypes import Array
 
 _NORM_EPS = 1e-6
@@ -48,6 +48,8 @@ class _Depthwise(nn.Module):
     _, height, width, channels = x.shape
     kernel = self.param('kernel', _INIT, (3, 3, 1, channels), self.param_dtype)
     x, kernel = nn.dtypes.promote_dtype(x, kernel, dtype=self.dtype)
+    if xla_hints.is_16_bit_on_cpu(x):  # CPUs would round each term.
+      x, kernel = x.astype(jnp.float32), kernel.astype(jnp.float32)
     padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
     total = jnp.zeros_like(x)
     for i in range(3):
@@ -79,7 +81,8 @@ class Upscale(nn.Module):
     rows = []
     for kernel_of_row in kernel:  # One product a row: CPUs are faster than with all.
       matrix = kernel_of_row.swapaxes(0, 1).reshape(channels, 2 * channels)
-      rows.append((x @ matrix).reshape(b, height, 2 * width, channels))
+      row = xla_hints.einsum('bhwd,de->bhwe', x, matrix)
+      rows.append(row.reshape(b, height, 2 * width, channels))
     x = jnp.stack(rows, axis=2).reshape(b, 2 * height, 2 * width, channels)
     x = _gelu(x + bias)
     x = _Depthwise(name='depthwise', **dtypes.of(self))(x)
@@ -206,12 +209,8 @@ class Eomt(models_vit.VisionTransformer):
     features = x[:, -num_patches:].reshape(x.shape[0], *grid, -1)
     for upscale in self.upscales:
       features = upscale(features)  # [B, U*h, U*w, D]
-    masks = jnp.einsum(
-      'bqd,bhwd->bqhw',
-      self.mask_mlp(queries),
-      features,
-      preferred_element_type=jnp.float32,
-    )
+    kernels = self.mask_mlp(queries)
+    masks = xla_hints.einsum('bqd,bhwd->bqhw', kernels, features, jnp.float32)
     return {'logits': self.class_head(queries), 'masks': masks}
 
   def _attention_mask(

@@ -46,8 +46,8 @@ def load(
       kernels, see vit_jax/inference/int8.py). None: as in the run.
     max_image_pixels: largest image that the model accepts, height times width in
       pixels. None: as in the run.
-    compute_dtype: type of the computation, 'float32', 'bfloat16', or 'auto' for
-      bfloat16 except on CPUs. None: as in the run (`config.model.dtype`).
+    compute_dtype: type of the computation, 'float32', 'bfloat16', 'float16', or 'auto'
+      for bfloat16 except on CPUs. None: as in the run (`config.model.dtype`).
 
   Returns:
     The Predictor of the run's task, with `params`, `config`, `metadata`,

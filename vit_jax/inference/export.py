@@ -235,8 +235,10 @@ def _shapes(task: Any) -> Any:
 
 def _in_float32(model: Any) -> Any:
   """Returns the model computing in float32, for ONNX Runtime."""
-  if _computed(model.task) == 'float32':
+  computed = _computed(model.task)
+  if computed == 'float32':
     return model
+  console.notify(f'The model computes in {computed}, and its ONNX file in float32.')
   task = copy.copy(model.task)
   task.model = task.model.clone(dtype=jnp.float32)
   return task.predictor(model.params, model.extra, model.step)

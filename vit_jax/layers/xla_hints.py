@@ -8,6 +8,7 @@ nothing.
 """
 
 from collections.abc import Callable, Sequence
+import functools
 import math
 import re
 import string
@@ -100,8 +101,14 @@ def _kernel_jvp(
 
 
 def is_16_bit_on_cpu(x: Float[Array, '...']) -> bool:
-  """Returns whether the traced program targets CPUs and `x` has 16 bits."""
-  return dtypes.platform() == 'cpu' and x.dtype.itemsize == 2
+  """Returns whether `einsum` of `x` is float32: `x` has 16 bits, and targets CPUs.
+
+  Inside of jax.shard_map it is not, since JAX's checks of what varies between devices
+  know its own operations only.
+  """
+  types = jax.sharding.get_abstract_mesh().axis_types
+  is_manual = jax.sharding.AxisType.Manual in (types or ())
+  return dtypes.platform() == 'cpu' and x.dtype.itemsize == 2 and not is_manual
 
 
 def axis_sizes(
@@ -125,37 +132,43 @@ def _split(subscripts: str) -> list[str]:
 def _multiply(
   x: Float[Array, '...'], y: Float[Array, '...'], subscripts: str
 ) -> Float[Array, '...']:
-  """Computes `jnp.einsum` of two arrays, with a float32 result."""
-  batch = batch_axes(subscripts)
-  if not batch:
-    return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
+  """Computes `jnp.einsum` of two arrays, with a float32 result.
+
+  XLA fails to run some 16-bit products with such a result. Forms other than those that
+  were tested are computed in float32.
+  """
   size = axis_sizes(subscripts, x.shape, y.shape)
   x_axes, y_axes, out_axes = _split(subscripts)
-  contracted = [axis for axis in x_axes if axis not in out_axes]
-  rows = [axis for axis in x_axes if axis not in y_axes]
-  columns = [axis for axis in y_axes if axis not in x_axes]
+  batch = ''.join(batch_axes(subscripts))
+  contracted = ''.join(axis for axis in x_axes if axis not in out_axes)
+  rows = ''.join(axis for axis in x_axes if axis not in y_axes)
+  columns = ''.join(axis for axis in y_axes if axis not in x_axes)
 
-  def matrices(
-    array: Float[Array, '...'], axes: str, groups: Sequence[Sequence[str]]
-  ) -> Float[Array, 'matrix row column']:
+  def matrices(array: Float[Array, '...'], axes: str, *groups: str) -> Array:
     order = [axes.index(axis) for group in groups for axis in group]
     shape = [math.prod(size[axis] for axis in group) for group in groups]
     return array.transpose(order).reshape(shape)
 
-  # XLA has fast programs for products of one batch axis in front. The reshapes keep it
-  # from merging transposes into the product.
-  if y_axes.endswith(''.join(contracted)):  # Spares a transpose of y.
-    y_groups, y_axis = (batch, columns, contracted), 2
+  product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+  ordered = x_axes == rows + contracted
+  ordered = ordered and y_axes in (contracted + columns, columns + contracted)
+  if batch or ordered:
+    # With one batch axis. The reshapes keep XLA from merging transposes into the product.
+    x = matrices(x, x_axes, batch, rows, contracted)
+    if y_axes.endswith(contracted):  # Spares a transpose of y.
+      out = product('bnd,bed->bne', x, matrices(y, y_axes, batch, columns, contracted))
+    else:
+      out = product('bnd,bde->bne', x, matrices(y, y_axes, batch, contracted, columns))
+  elif (x_axes, y_axes) == (contracted + rows, contracted + columns) and (
+    len(rows) == len(columns) == 1
+  ):  # The gradient of a kernel.
+    out = product(f'{x_axes},{y_axes}->{rows}{columns}', x, y)
   else:
-    y_groups, y_axis = (batch, contracted, columns), 1
-  out = jax.lax.dot_general(
-    matrices(x, x_axes, (batch, rows, contracted)),
-    matrices(y, y_axes, y_groups),
-    (((2,), (y_axis,)), ((0,), (0,))),
-    preferred_element_type=jnp.float32,
-  )
-  axes = [*batch, *rows, *columns]
-  out = out.reshape([size[axis] for axis in axes])
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    out = jnp.einsum(f'{x_axes},{y_axes}->{rows}{columns}', x, y)
+  # The barrier keeps XLA from merging a transpose of the result into the product.
+  axes = batch + rows + columns
+  out = jax.lax.optimization_barrier(out).reshape([size[axis] for axis in axes])
   return out.transpose([axes.index(axis) for axis in out_axes])
 
 
@@ -215,7 +228,10 @@ batching.primitive_batchers[_einsum_p] = _batching_rule
 
 
 def einsum(
-  subscripts: str, x: Float[Array, '...'], y: Float[Array, '...']
+  subscripts: str,
+  x: Float[Array, '...'],
+  y: Float[Array, '...'],
+  preferred_element_type: Any = None,
 ) -> Float[Array, '...']:
   """Computes `jnp.einsum` of two arrays; on CPUs, 16-bit arrays give a float32 result.
 
@@ -228,10 +244,11 @@ def einsum(
       also an axis of the other one or of the output.
     x: an array.
     y: an array, of the same type for a float32 result.
+    preferred_element_type: type of the result elsewhere; None: that of the arrays.
   """
   if is_16_bit_on_cpu(x) and x.dtype == y.dtype:
     return _einsum_p.bind(x, y, subscripts=subscripts)
-  return jnp.einsum(subscripts, x, y)
+  return jnp.einsum(subscripts, x, y, preferred_element_type=preferred_element_type)
 
 
 def dot_general(
