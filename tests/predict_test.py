@@ -11,6 +11,7 @@ import pathlib
 import pickle
 import shutil
 import threading
+import typing
 import weakref
 
 from flax import traverse_util
@@ -21,8 +22,12 @@ import pytest
 
 from tests import processes, tiny_models, trees
 from vit_jax import checkpoint, input_pipeline, predict, train
-from vit_jax.commands import predict as predict_command, visualize as visualize_command
-from vit_jax.configs import pretrain
+from vit_jax.commands import (
+  flags,
+  predict as predict_command,
+  visualize as visualize_command,
+)
+from vit_jax.configs import models as model_configs, pretrain
 from vit_jax.data import sources
 from vit_jax.evaluators import evaluation
 from vit_jax.figures import visualize
@@ -144,10 +149,12 @@ def test_computation_in_bfloat16(folder_run, model, image_folder, tmp_path, caps
     logits = found.logits(images)
     assert logits.dtype == np.float32
     assert 0 < np.abs(logits - want).max() < 3e-2 * np.abs(want).max()
-  flags = [f'--workdir={folder_run[1]}', '--top=1', images[0]]
+  choices = flags.COMPUTE_DTYPE['choices']
+  assert choices == typing.get_args(model_configs.ComputeDtype)
+  arguments = [f'--workdir={folder_run[1]}', '--top=1', images[0]]
   printed = []
   for extra in ([], ['--compute_dtype=bfloat16'], ['--compute_dtype=auto']):
-    predict_command.main([*flags, *extra])
+    predict_command.main([*arguments, *extra])
     printed.append(capsys.readouterr().out)
   assert printed[2] == printed[0]  # On CPUs, that is float32.
   (name,) = half.predict(images[:1], top=1)[0]

@@ -49,7 +49,7 @@ def run(model, mesh, monkeypatch, tmp_path):
   Returns the JSON that it writes and the features that it extracts.
   """
   model.workdir = '/tmp/run'
-  monkeypatch.setattr(predict, 'load', lambda *_: model)
+  monkeypatch.setattr(predict, 'load', lambda *_, compute_dtype: model)
   monkeypatch.setattr(evaluation, 'run_mesh', lambda _: mesh)
   extract, extracted = features.Extractor.run, []
 

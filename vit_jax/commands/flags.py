@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 import difflib
 import functools
 import os
-import typing
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from etils import epath
 
 from vit_jax import console
-from vit_jax.configs import models as model_configs, synonyms
+from vit_jax.configs import synonyms
 from vit_jax.distributed import files
 
 if TYPE_CHECKING:
@@ -259,7 +258,8 @@ def load_model(args: argparse.Namespace, **options: Any) -> 'predictor.Predictor
 
 
 COMPUTE_DTYPE = dict(
-  choices=typing.get_args(model_configs.ComputeDtype),
+  # Those of config.model.dtype, whose module takes long to import.
+  choices=('auto', 'float32', 'bfloat16', 'float16'),
   help="type of the computation, by default the run's, or float32 for --weights; auto is "
   'bfloat16 except on CPUs, of which some are faster with bfloat16 too',
 )
