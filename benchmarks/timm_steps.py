@@ -55,9 +55,9 @@ class Beside:
 
 
 def arguments(model: ml_collections.ConfigDict, channels: int) -> dict[str, Any]:
-  """Returns arguments for which timm's Vision Transformer is that of a config.
+  """Returns the arguments of timm's VisionTransformer that match a config.
 
-  Raises ValueError if there are none.
+  Raises ValueError if timm's class cannot represent the model.
   """
   plain = model_configs.get_config('b16')
   other = [name for name in model if name not in plain and name != 'dtype']

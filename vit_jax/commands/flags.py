@@ -261,7 +261,7 @@ COMPUTE_DTYPE = dict(
   # Those of config.model.dtype, whose module takes long to import.
   choices=('auto', 'float32', 'bfloat16', 'float16'),
   help="type of the computation, by default the run's, or float32 for --weights; auto is "
-  'bfloat16 except on CPUs, of which some are faster with bfloat16 too',
+  'bfloat16 except on CPUs; CPUs with AMX are faster in bfloat16 too',
 )
 
 

@@ -101,10 +101,10 @@ def _kernel_jvp(
 
 
 def is_16_bit_on_cpu(x: Float[Array, '...']) -> bool:
-  """Returns whether `einsum` of `x` is float32: `x` has 16 bits, and targets CPUs.
+  """Returns whether `x` has 16 bits and the traced program targets CPUs.
 
-  Inside of jax.shard_map it is not, since JAX's checks of what varies between devices
-  know its own operations only.
+  Inside jax.shard_map it returns False: JAX tracks what varies between devices for its
+  own operations only, and would not sum gradients over devices.
   """
   types = jax.sharding.get_abstract_mesh().axis_types
   is_manual = jax.sharding.AxisType.Manual in (types or ())
@@ -244,7 +244,7 @@ def einsum(
       also an axis of the other one or of the output.
     x: an array.
     y: an array, of the same type for a float32 result.
-    preferred_element_type: type of the result elsewhere; None: that of the arrays.
+    preferred_element_type: type of the result elsewhere; None: the type of the arrays.
   """
   if is_16_bit_on_cpu(x) and x.dtype == y.dtype:
     return _einsum_p.bind(x, y, subscripts=subscripts)
