@@ -191,9 +191,10 @@ def test_a_plan_of_ti16(plans):
     plan.table({**got, 'collectives': sums}),
   )
   # As if the model had kernels.
-  assert 'in kernels' not in out
+  assert 'kernels and loops' not in out
   assert re.search(
-    'in kernels +2.00 T.*slower', plan.table({**got, 'flops_unseen_per_core': 2e12})
+    'kernels and loops +2.00 T.*slower',
+    plan.table({**got, 'flops_unseen_per_core': 2e12}),
   )
   assert '17.0 to 25.0 hours' in plan.table({**got, 'hours': 10.0})
 
