@@ -103,66 +103,81 @@ def _peak_bytes(device: Any) -> int:
   return (device.memory_stats() or {}).get('peak_bytes_in_use', 0)
 
 
+def _timed_first(step: Callable, device: Any) -> dict[str, float]:
+  """Makes the first call of a step, which compiles it; returns its cost."""
+  before = _peak_bytes(device)
+  cost = {'first_call_seconds': _seconds(step, 1)}
+  # The peak is per process: it counts if this program has raised it.
+  if _peak_bytes(device) > before:
+    cost['peak_bytes'] = _peak_bytes(device)
+  return cost
+
+
+def _start_timm(
+  args: argparse.Namespace, config: ml_collections.ConfigDict, train: bool
+) -> tuple[timm_steps.TimmProcess, dict[str, float]]:
+  """Returns the process that runs timm's model, and the cost of its first call."""
+  process = timm_steps.TimmProcess(
+    model=timm_steps.arguments(config.model, config.pp.channels),
+    batch=args.batch,
+    image_size=args.image_size,
+    dtype=args.dtype,
+    train=train,
+    compiled=args.beside == 'timm',
+  )
+  cost = dict(process.first)
+  cost['first_call_seconds'] = cost.pop('seconds')
+  return process, cost
+
+
+def _flops_per_image(
+  args: argparse.Namespace, config: ml_collections.ConfigDict, train: bool
+) -> int:
+  """Returns the FLOPs of an update or of logits; a backward pass counts as two."""
+  model = models.make_model(config.model, num_classes=1000)
+  image_size = (args.image_size, args.image_size)
+  forward = flops.forward_flops(model, image_size, config.pp.channels)
+  return 3 * forward if train else forward
+
+
 def _rows(args: argparse.Namespace, train: bool) -> list[dict]:
+  """Times updates, or logits, in turn with a reference and a matrix product."""
   mesh = sharding.make_mesh({'data': -1})
   sharding.local_rows(mesh, args.batch)
   device = mesh.devices.flat[0]
-  on_cpu = device.platform == 'cpu'
   config = _config(args)
-  reference = None
-  reference_facts = {}
+  reference, reference_cost = args.beside, {}
   with jax.set_mesh(mesh), contextlib.ExitStack() as stack:
     steps = [_make_step(args, mesh, train, None)]
-    before = _peak_bytes(device)
-    facts = {'first_call_seconds': _seconds(steps[0], 1)}
-    # The peak is per process: it counts if this program has raised it.
-    if _peak_bytes(device) > before:
-      facts['peak_bytes'] = _peak_bytes(device)
+    cost = _timed_first(steps[0], device)
     if args.beside:
-      reference = args.beside
-      process = timm_steps.Beside(
-        model=timm_steps.arguments(config.model, config.pp.channels),
-        batch=args.batch,
-        image_size=args.image_size,
-        dtype=args.dtype,
-        train=train,
-        compiled=reference == 'timm',
-      )
+      process, reference_cost = _start_timm(args, config, train)
       stack.callback(process.close)
-      reference_facts = {'first_call_seconds': process.first.pop('seconds')}
-      reference_facts |= process.first
       steps.append(process)
     elif 'transformer' in config.model:
       reference = 'attention=xla'
       steps.append(_make_step(args, mesh, train, 'xla'))
-    count, size = 10, 4 * timing.PRODUCT_SIZE
-    if on_cpu:
+    count, side = 10, 4 * timing.PRODUCT_SIZE
+    if device.platform == 'cpu':
       count = max(1, round(timing.TURN_SECONDS / _seconds(steps[0], 1)))
-      size = timing.PRODUCT_SIZE
-    functions = [functools.partial(_seconds, step, count) for step in steps]
-    functions.append(timing.matrix_product(args.dtype, size))
-    *times, products = timing.measure(*functions, repeats=args.repeats)
-  model = models.make_model(config.model, num_classes=1000)
-  pixels = 2 * (args.image_size,)
-  work = args.batch * flops.forward_flops(model, pixels, config.pp.channels)
-  work = 3 * work if train else work
-  peak = [2 * size**3 / t * mesh.size for t in products]
-  speeds = []
-  for seconds in times:
-    speeds.append([args.batch / x for x in seconds])
-  share = work * statistics.median(speeds[0]) / args.batch
-  facts['share_of_peak'] = share / statistics.median(peak)
+      side = timing.PRODUCT_SIZE
+    turns = [functools.partial(_seconds, step, count) for step in steps]
+    turns.append(timing.matrix_product(args.dtype, side))
+    *times, product_times = timing.measure(*turns, repeats=args.repeats)
+  speeds = [[args.batch / seconds for seconds in of_step] for of_step in times]
+  peaks = [2 * side**3 / seconds * mesh.size for seconds in product_times]
+  achieved = _flops_per_image(args, config, train) * statistics.median(speeds[0])
+  cost['share_of_peak'] = achieved / statistics.median(peaks)
   kind = 'training step' if train else 'inference'
   name = f'{kind}, {config.model.model_name}, batch {args.batch}, {args.dtype}'
   if reference:
     rows = timing.compared(name, speeds[0], reference, speeds[1], 'img/s')
-    rows[1] |= reference_facts
+    rows[1] |= reference_cost
   else:
     rows = [timing.row(name, speeds[0], 'img/s')]
-  rows[0] |= facts
-  name = f'matrix product, {args.dtype}'
-  peak = [p / 1e9 for p in peak]
-  return [*rows, timing.row(name, peak, 'GFLOP/s')]
+  rows[0] |= cost
+  gigaflops = [peak / 1e9 for peak in peaks]
+  return [*rows, timing.row(f'matrix product, {args.dtype}', gigaflops, 'GFLOP/s')]
 
 
 train_rows = functools.partial(_rows, train=True)

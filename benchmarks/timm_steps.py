@@ -20,7 +20,7 @@ from vit_jax.configs import models as model_configs
 COMMAND = [sys.executable, '-m', 'benchmarks.timm_steps']
 
 
-class Beside:
+class TimmProcess:
   """The process; takes the arguments of `_make_step`.
 
   `first` is the cost of the first call: `seconds` with compilation, and `peak_bytes`
@@ -99,8 +99,8 @@ def _make_step(
 
   device = 'cuda' if torch.cuda.is_available() else 'cpu'
   torch.set_float32_matmul_precision('high')
-  net = vision_transformer.VisionTransformer(img_size=image_size, **model).to(device)
-  run = torch.compile(net) if compiled else net
+  module = vision_transformer.VisionTransformer(img_size=image_size, **model).to(device)
+  run = torch.compile(module) if compiled else module
   shape = batch, model['in_chans'], image_size, image_size
   images = torch.randn(shape, device=device)
   if dtype == 'float32':
@@ -108,7 +108,7 @@ def _make_step(
   else:
     types = lambda: torch.autocast(device, torch.bfloat16)
   if not train:
-    net.eval()
+    module.eval()
 
     @torch.inference_mode()
     def logits() -> Any:
@@ -116,15 +116,18 @@ def _make_step(
         run(images)
 
     return logits
+
   labels = torch.randint(1000, (batch,), device=device)
-  tx = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+  optimizer = torch.optim.AdamW(
+    module.parameters(), lr=1e-3, weight_decay=0.1, fused=True
+  )
 
   def update() -> None:
     with types():
       loss = torch.nn.functional.cross_entropy(run(images), labels)
     loss.backward()
-    tx.step()
-    tx.zero_grad(set_to_none=True)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
   return update
 
