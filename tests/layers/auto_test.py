@@ -26,8 +26,9 @@ from vit_jax.layers import (
 class _Device:
   platform = 'gpu'
 
-  def __init__(self, capability):
+  def __init__(self, capability, device_kind='NVIDIA H100 80GB HBM3'):
     self.compute_capability = capability
+    self.device_kind = device_kind
 
 
 @pytest.fixture
@@ -199,10 +200,23 @@ def test_gpus_of_other_vendors_have_no_cudnn(monkeypatch):
   def devices(backend=None):
     if backend == 'cuda':
       raise RuntimeError('there is none')
-    return [_Device('gfx942')]
+    return [_Device('gfx942', 'AMD Instinct MI300X')]
 
   monkeypatch.setattr(jax, 'local_devices', devices)
   assert attention.choose('auto', 'bfloat16', 64, 4096) == 'default'
+
+
+def test_planned_gpus_have_cudnn(monkeypatch):
+  """The program is for an H100, but this machine has none."""
+
+  def devices(backend=None):
+    if backend == 'cuda':
+      raise RuntimeError('there is none')
+    return [_Device(None)]
+
+  monkeypatch.setattr(jax, 'local_devices', devices)
+  assert attention.choose('auto', 'bfloat16', 64, 4096) == 'cudnn'
+  assert attention.choose('auto', 'float32', 64, 4096) == 'default'
 
 
 @pytest.mark.parametrize('scan', [False, True])

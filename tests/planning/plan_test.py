@@ -6,6 +6,7 @@ import sys
 import types
 
 import jax
+from jax.experimental import topologies
 import pytest
 
 from tests import processes
@@ -84,7 +85,7 @@ for flag in json.loads(sys.argv[2]):
     errors.append(str(e))
 coordinates = {
   name: [list(d.coords) for d in topology.get_topology(chip.example)]
-  for name, chip in topology.CHIPS.items()
+  for name, chip in topology.CHIPS.items() if not chip.is_gpu
 }
 devices = topology.get_topology('2xv5e:2x2')
 mesh = sharding.make_mesh({'data': -1, 'fsdp': 4}, devices)
@@ -318,7 +319,7 @@ ENTRY %main (y: f32[100]) -> f32[100] {{
   ROOT %x = f32[100]{{0}} {opcode}(%y)
 }}"""
 
-  def compile(self):
+  def compile(self, compiler_options=None):
     return self
 
   def cost_analysis(self):
@@ -414,6 +415,9 @@ def test_topologies_and_configs_that_do_not_fit(results):
     (['--topology=v5e:2x2x2'], "topology='v5e:2x2x2' is unknown.*v5e:4x4"),
     (['--topology=v5e:1000x1000'], '1,000,000 chips .* largest is v5e:16x16, 256 '),
     (['--topology=2xv4:32x32x32', '--search'], '32,768 chips .* v4:16x16x16, 4,096 '),
+    (['--topology=h100:9'], '9 chips .* largest is h100:8, 8 '),
+    (['--topology=h100:2x2'], "topology='h100:2x2' is unknown.*h100:1"),
+    (['--topology=2xh100:8'], 'only the GPUs of one host.*h100:8'),
     (['--config=configs/vtab.py:b16'], "trainer='vtab': a plan needs the conf"),
   ],
 )
@@ -429,7 +433,7 @@ def test_largest_slices():
   }
   assert {name: shape for name, (_, _, shape) in largest.items()} == {
     'v2': 'v2:16x16', 'v3': 'v3:32x32', 'v4': 'v4:16x16x16', 'v5e': 'v5e:16x16',
-    'v5p': 'v5p:16x16x24', 'v6e': 'v6e:16x16',
+    'v5p': 'v5p:16x16x24', 'v6e': 'v6e:16x16', 'h100': 'h100:8', 'h200': 'h200:8',
   }  # fmt: skip
   assert topology.parse('9xv5e:1x256')[1:] == (9, 'v5e:1x256')
 
@@ -449,3 +453,58 @@ def test_missing_libtpu_is_named(monkeypatch):
   monkeypatch.setitem(sys.modules, 'libtpu', None)
   with pytest.raises(ImportError, match=r"pip install -e '\.\[plan\]'"):
     topology.get_topology('v3:2x2')
+
+
+def test_missing_jax_for_cuda_is_named(monkeypatch):
+  def missing(*args, **kwargs):
+    raise NotImplementedError('topology not implemented for cuda')
+
+  monkeypatch.setattr(topologies, 'get_topology_desc', missing)
+  with pytest.raises(ImportError, match=r"h100:1.*pip install -e '\.\[cuda\]'"):
+    topology.get_topology('h100:1')
+
+
+def test_gpus_at_the_peak_and_the_bandwidth():
+  """The compiler for GPUs estimates no time, and does not refuse large programs."""
+  chip = topology.CHIPS['h100']
+  lowered = estimate.Lowered(
+    abstract=types.SimpleNamespace(params=(), opt_state=()),
+    update=Compiled(None, None),
+    loops=[],
+    flops=8 * 2e12,
+  )
+  got = estimate.compile_plan(lowered, chip, 8)
+  assert got['fits']
+  assert got['step_seconds'] == pytest.approx(2e12 / 989e12 + 800 / 3352e9)
+  small = chip._replace(memory=25)
+  got = estimate.compile_plan(lowered, small, 8)
+  assert (got['fits'], got['memory_per_core_bytes']) == (False, 26)
+
+
+def test_plan_of_a_gpu(tmp_path, monkeypatch, capsys):
+  """With the CPU in place of the GPU, which needs JAX for CUDA."""
+  monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path))
+  requested = []
+
+  def describe(name, platform, *, target_config, topology):
+    requested.append((platform, topology, target_config))
+    return types.SimpleNamespace(devices=jax.devices('cpu')[:2])
+
+  monkeypatch.setattr(topologies, 'get_topology_desc', describe)
+  status = plan_command.main(
+    [
+      '--config=configs/pretrain.py:ti16,imagenet2012', '--topology=h200:2',
+      '--config.batch=8', '--config.model.transformer.num_layers=1',
+      '--config.pp.crop=16',
+    ]
+  )  # fmt: skip
+  out = capsys.readouterr().out
+  assert status == 0
+  [(platform, shape, text)] = set(requested)
+  assert (platform, shape) == ('cuda', '1x1x2')
+  assert 'NVIDIA H200' in text
+  assert 'memory_bandwidth: 4800000000000\n' in text
+  assert re.search(r'devices +2 of h200:2', out)
+  assert 'of 141.00 GiB: fits' in out
+  assert 'measured updates took 1.2 to 1.3 times' in out
+  assert 'kernels and loops' not in out

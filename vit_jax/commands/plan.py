@@ -1,4 +1,4 @@
-r"""Plan a training run for TPUs without a TPU: memory, speed, cost.
+r"""Plan a training run for TPUs or GPUs without one: memory, speed, cost.
 
   vit_jax plan --config=configs/pretrain.py:h14,imagenet21k \
     --topology=v3:4x4 --config.mesh.fsdp=32 --config.mesh.data=1
@@ -17,7 +17,9 @@ prints the best plans and the flags that select them. Plans are cached in $VIT_J
 A topology is a TPU version (v2, v3, v4, v5e, v5p, v6e) and the number of chips along
 each axis, such as v3:4x4 or v4:2x2x4; 2xv5e:4x4 are two slices, connected by the data
 center network. A device is a core on v2 and v3, which have two per chip, and a chip on
-later versions. The data need not exist: the sizes of the paper's data sets are known,
+later versions. h100:1 to h100:8, and h200, are GPUs of one host, which need the extra
+`cuda` and no GPU; the time is that of all matrix products at the peak and of all bytes
+at the bandwidth of the memory. The data need not exist: the sizes of the paper's data sets are known,
 folders are counted, and --num_examples and --num_classes set any other sizes. See
 docs/plan.md.
 """
@@ -37,7 +39,8 @@ def make_parser() -> flags.Parser:
   parser.add_argument(
     '--topology',
     default='v3:2x2',
-    help='TPU version and number of chips along each axis, such as v3:4x4 (v3:2x2)',
+    help='TPU version and number of chips along each axis, such as v3:4x4, or a GPU and '
+    'their number, such as h100:8 (v3:2x2)',
   )
   parser.add_argument(
     '--search',

@@ -48,7 +48,9 @@ def row_major(x: Float[Array, '*axes']) -> Float[Array, '*axes']:
   them around every matrix product. Has no effect on several devices before JAX 0.11,
   which would gather the batch.
   """
-  splits = jax.__version_info__ >= (0, 11) or jax.device_count() == 1
+  mesh = jax.sharding.get_abstract_mesh()
+  num_devices = jax.device_count() if mesh.empty else mesh.size
+  splits = jax.__version_info__ >= (0, 11) or num_devices == 1
   return _row_major(x) if splits and on_gpus() else x
 
 

@@ -1,6 +1,7 @@
-"""Compiles a training step for TPUs and estimates its time and memory.
+"""Compiles a training step for TPUs or GPUs and estimates its time and memory.
 
-No TPU is needed, only its compiler. For each operation the compiler estimates the
+No such device is needed, only its compiler. For GPUs, the time is that of all matrix
+products at the peak and of all bytes at the bandwidth of the memory. For TPUs, for each operation the compiler estimates the
 times of arithmetic and of memory traffic, and takes the longer one; the time of a
 program is the sum over its operations. The compiler leaves out the network, which is
 estimated separately here, and counts the body of a loop once. Loops over micro-batches
@@ -23,7 +24,7 @@ from vit_jax.configs import models as model_configs
 from vit_jax.distributed import sharding
 from vit_jax.layers import layer_stack
 from vit_jax.learning import state as state_lib
-from vit_jax.planning import flops as flops_lib, hbm, topology
+from vit_jax.planning import flops as flops_lib, gpus, hbm, topology
 
 # A collective in the text of a program, and a fusion that holds a reduce-scatter.
 _CALL = re.compile(
@@ -211,8 +212,15 @@ class _Costs(NamedTuple):
   collectives: dict[str, dict[str, float]]
 
 
-def _costs(compiled: jax.stages.Compiled) -> _Costs:
+def _compile(program: jax.stages.Lowered, chip: topology.Chip) -> jax.stages.Compiled:
+  return program.compile(gpus.COMPILER_OPTIONS if chip.is_gpu else None)
+
+
+def _costs(compiled: jax.stages.Compiled, chip: topology.Chip) -> _Costs:
   hlo = compiled.as_text()
+  if chip.is_gpu:  # Its compiler estimates nothing.
+    hbm_bytes = hbm.num_bytes(hlo)
+    return _Costs(0.0, hbm_bytes / chip.bandwidth, 0, hbm_bytes, collectives(hlo))
   costs = compiled.cost_analysis()
   return _Costs(
     costs['flops'],
@@ -239,23 +247,24 @@ def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
   try:
     # The compiler logs a lot, especially on failure.
     with topology.quiet_compiler():
-      compiled = lowered.update.compile()
+      compiled = _compile(lowered.update, chip)
       compile_seconds = time.perf_counter() - start_time
       memory = compiled.memory_analysis()
-      programs = [(1, _costs(compiled))]
+      programs = [(1, _costs(compiled, chip))]
       del compiled  # Before the next one is compiled.
       for times, loop in lowered.loops:
-        programs.append((times, _costs(loop.compile())))
+        programs.append((times, _costs(_compile(loop, chip), chip)))
   except jax.errors.JaxRuntimeError as e:
     return {**result, 'fits': False, 'memory_per_core_bytes': _memory_needed(e)}
   arguments = memory.argument_size_in_bytes
   batch = arguments - result['params_bytes'] - result['optimizer_bytes']
+  needed = arguments + memory.output_size_in_bytes - memory.alias_size_in_bytes
+  needed += memory.temp_size_in_bytes
+  if needed > chip.memory:  # The compiler for GPUs does not refuse it.
+    return {**result, 'fits': False, 'memory_per_core_bytes': needed}
   result.update(
     fits=True,
-    memory_per_core_bytes=arguments
-    + memory.output_size_in_bytes
-    - memory.alias_size_in_bytes
-    + memory.temp_size_in_bytes,
+    memory_per_core_bytes=needed,
     activations_bytes=memory.temp_size_in_bytes,
     batch_bytes=max(0, batch),
     compile_seconds=compile_seconds,

@@ -50,8 +50,6 @@ PAPER_CORE_DAYS = {
   ('ViT-L_16', 'imagenet21k', 90): 230,
   ('BiT-R152x4', 'jft300m', 40): 9_900,
 }
-# Published runs took as many times as long as the estimate: docs/plan.md has the table.
-SLOWER = (1.7, 2.5)
 # Share of the FLOPs from which a plan says that the compiler has not counted them.
 _UNSEEN = 0.01
 
@@ -119,7 +117,8 @@ def _compile(
   lowered: estimate.Lowered, topology: str, chip: topology_lib.Chip, cores: int
 ) -> dict[str, Any]:
   """Compiles an update, or returns the result of an earlier compilation."""
-  versions = jax.__version__ + importlib.metadata.version('libtpu')
+  compiler = 'jaxlib' if chip.is_gpu else 'libtpu'
+  versions = jax.__version__ + importlib.metadata.version(compiler)
   text = f'{_FORMAT}{topology}{versions}{lowered.update.as_text()}'
   key = hashlib.sha256(text.encode()).hexdigest()[:32]
   file = console.cache_folder() / 'plans' / f'{key}.json'
@@ -186,6 +185,7 @@ def read_cached(file: pathlib.Path) -> dict | None:
 
 def table(plan: dict) -> str:
   """Formats a plan as a table."""
+  chip, _, _ = topology_lib.parse(plan['topology'])
   needed, limit = plan['memory_per_core_bytes'], plan['memory_of_core_bytes']
   fits = 'fits' if plan['fits'] else 'DOES NOT FIT'
   sequence = plan['mesh'].get(sharding.SEQUENCE_AXIS, 1)
@@ -211,7 +211,7 @@ def table(plan: dict) -> str:
       'FLOPs a step, a device': (f'{plan["flops_per_step_per_core"] / 1e12:,.2f} T'),
     }
     unseen = plan['flops_unseen_per_core']
-    if unseen > _UNSEEN * plan['flops_per_step_per_core']:
+    if not chip.is_gpu and unseen > _UNSEEN * plan['flops_per_step_per_core']:
       rows['  kernels and loops'] = (
         f'{unseen / 1e12:,.2f} T, at the peak in the estimate: they are slower'
       )
@@ -244,10 +244,11 @@ def table(plan: dict) -> str:
         'chip-hours (estimate, without the network)'
       ),
     }
-    fastest, slowest = (plan['hours'] * x for x in SLOWER)
+    fastest, slowest = (plan['hours'] * x for x in chip.slower)
+    runs = 'measured updates' if chip.is_gpu else 'published runs'
     rows['  to be expected'] = (
-      f'{fastest:,.1f} to {slowest:,.1f} hours: published runs took {SLOWER[0]:g} to '
-      f'{SLOWER[1]:g} times as long as such estimates'
+      f'{fastest:,.1f} to {slowest:,.1f} hours: {runs} took {chip.slower[0]:g} to '
+      f'{chip.slower[1]:g} times as long as such estimates'
     )
     if spent := plan['paper_core_days']:
       rows['the paper reports'] = f'{spent:,} TPU v3 core-days'

@@ -1,4 +1,4 @@
-"""TPU versions and their topologies, for planning without a TPU."""
+"""TPU versions, GPUs and their topologies, for planning without them."""
 
 from collections.abc import Iterator, Sequence
 import contextlib
@@ -8,6 +8,7 @@ import re
 from typing import Any, NamedTuple
 
 from vit_jax import console
+from vit_jax.planning import gpus
 
 GIB = 2**30
 
@@ -23,13 +24,29 @@ class Chip(NamedTuple):
   example: str  # A topology of this version.
   largest: str  # The largest slice.
   config: str | None = None  # Configuration of the chip, for versions with several.
+  # Published or measured runs took as many times as long as the estimate: docs/plan.md
+  # has the tables.
+  slower: tuple[float, float] = (1.7, 2.5)
+  is_gpu: bool = False
 
 
 # From Google Cloud's documentation of each version (cloud.google.com/tpu/docs/v5e and so
 # on), but for v2's bandwidth, which is from JAX's pallas.mosaic.tpu_info. The largest slices of v2 and v3 have 512 and 2,048 cores. Pods of v4, v5e and v6e
 # have 4,096, 256 and 256 chips; a job gets at most 6,144 of the 8,960 chips of v5p's
-# pod. On v4 and v5p the two cores of a chip work as one device.
+# pod. On v4 and v5p the two cores of a chip work as one device. GPUs: NVIDIA's data sheets
+# (peak without sparsity, NVLink one way) and XLA's descriptions, see gpus.py.
 _ONE = 'megacore'
+_H100 = Chip(
+  memory=84_942_979_072,
+  peak=989e12,
+  bandwidth=3352e9,
+  network=450e9,
+  per_chip=1,
+  example='h100:1',
+  largest='h100:8',
+  slower=(1.2, 1.3),
+  is_gpu=True,
+)
 CHIPS = {
   'v2': Chip(8 * GIB, 45e12 / 2, 716e9 / 2, 248e9, 2, 'v2:2x2', 'v2:16x16'),
   'v3': Chip(16 * GIB, 123e12 / 2, 900e9 / 2, 328e9, 2, 'v3:4x4', 'v3:32x32'),
@@ -37,6 +54,10 @@ CHIPS = {
   'v5e': Chip(16 * GIB, 197e12, 819e9, 200e9, 1, 'v5e:4x4', 'v5e:16x16'),
   'v5p': Chip(95 * GIB, 459e12, 2765e9, 600e9, 1, 'v5p:2x2x1', 'v5p:16x16x24', _ONE),
   'v6e': Chip(32 * GIB, 918e12, 1638e9, 400e9, 1, 'v6e:4x4', 'v6e:16x16'),
+  'h100': _H100,
+  'h200': _H100._replace(
+    memory=151_397_597_184, bandwidth=4800e9, example='h200:1', largest='h200:8'
+  ),
 }
 _OF_OTHERS = re.compile('--xla_(cpu|gpu|force_host|backend|llvm)_')
 _EXAMPLES = ', '.join(chip.example for chip in CHIPS.values())
@@ -45,12 +66,13 @@ _EXAMPLES = ', '.join(chip.example for chip in CHIPS.values())
 def parse(name: str) -> tuple[Chip, int, str]:
   """Returns the kind of device, the number of slices, and the topology of a slice.
 
-  'v3:4x4' is one slice, and '2xv5e:4x4' two slices 'v5e:4x4'. ValueError if the name
-  has another form, or no slice of the version has so many chips.
+  'v3:4x4' is one slice, and '2xv5e:4x4' two slices 'v5e:4x4'; 'h100:8' are eight GPUs of
+  a host. ValueError if the name has another form, or no slice of the version has so many
+  chips.
   """
   # The compiler ends the process with 0 chips along an axis.
   number = '[1-9][0-9]{0,3}'
-  match = re.fullmatch(f'(?:({number})x)?((v\\w+):{number}(?:x{number})*)', name)
+  match = re.fullmatch(f'(?:({number})x)?(([vh]\\w+):{number}(?:x{number})*)', name)
   chip = CHIPS.get(match[3]) if match else None
   if (
     match is None
@@ -60,6 +82,11 @@ def parse(name: str) -> tuple[Chip, int, str]:
     raise ValueError(
       f"topology='{name}' is unknown: pass a version and the chips along each axis, "
       f'for example {_EXAMPLES}, or 2xv5e:4x4 for two slices (--topology)'
+    )
+  if chip.is_gpu and match[1]:
+    raise ValueError(
+      f"topology='{name}': only the GPUs of one host are planned, at most {chip.largest} "
+      '(--topology)'
     )
   if _num_chips(match[2]) > _num_chips(chip.largest):
     raise ValueError(
@@ -91,13 +118,33 @@ def quiet_compiler() -> Iterator[None]:
     os.environ['XLA_FLAGS'] = flags
 
 
+def _gpus(name: str, chip: Chip) -> Sequence[Any]:
+  # JAX would look for a driver.
+  os.environ.setdefault('JAX_SKIP_CUDA_CONSTRAINTS_CHECK', '1')
+  from jax.experimental import topologies
+
+  version, _, count = name.partition(':')
+  description = gpus.describe(version, chip.memory, chip.bandwidth)
+  try:
+    return topologies.get_topology_desc(
+      '', 'cuda', target_config=description, topology=f'1x1x{count}'
+    ).devices
+  except NotImplementedError as e:
+    raise ImportError(
+      f"topology='{name}' needs JAX for CUDA, without a GPU too: run "
+      "`pip install -e '.[cuda]'`"
+    ) from e
+
+
 def get_topology(name: str) -> Sequence[Any]:
   """Returns the devices of a topology, see `parse`.
 
-  Raises ValueError if there is no such topology, ImportError if libtpu is
-  missing, OSError if another process uses it.
+  Raises ValueError if there is no such topology, ImportError if libtpu or JAX for CUDA is
+  missing, OSError if another process uses libtpu.
   """
   chip, slices, shape = parse(name)
+  if chip.is_gpu:
+    return _gpus(name, chip)
   console.require('libtpu', 'plan', 'planning')
   from jax.experimental import topologies
 
