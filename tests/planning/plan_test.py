@@ -415,7 +415,7 @@ def test_topologies_and_configs_that_do_not_fit(results):
     (['--topology=v5e:2x2x2'], "topology='v5e:2x2x2' is unknown.*v5e:4x4"),
     (['--topology=v5e:1000x1000'], '1,000,000 chips .* largest is v5e:16x16, 256 '),
     (['--topology=2xv4:32x32x32', '--search'], '32,768 chips .* v4:16x16x16, 4,096 '),
-    (['--topology=h100:9'], '9 chips .* largest is h100:8, 8 '),
+    (['--topology=h100:9'], 'only the GPUs of one host.*h100:8'),
     (['--topology=h100:2x2'], "topology='h100:2x2' is unknown.*h100:1"),
     (['--topology=2xh100:8'], 'only the GPUs of one host.*h100:8'),
     (['--config=configs/vtab.py:b16'], "trainer='vtab': a plan needs the conf"),

@@ -83,12 +83,13 @@ def parse(name: str) -> tuple[Chip, int, str]:
       f"topology='{name}' is unknown: pass a version and the chips along each axis, "
       f'for example {_EXAMPLES}, or 2xv5e:4x4 for two slices (--topology)'
     )
-  if chip.is_gpu and match[1]:
+  is_larger = _num_chips(match[2]) > _num_chips(chip.largest)
+  if chip.is_gpu and (match[1] or is_larger):
     raise ValueError(
       f"topology='{name}': only the GPUs of one host are planned, at most {chip.largest} "
       '(--topology)'
     )
-  if _num_chips(match[2]) > _num_chips(chip.largest):
+  if is_larger:
     raise ValueError(
       f"topology='{name}': a slice of {_num_chips(match[2]):,} chips does not exist, the "
       f'largest is {chip.largest}, {_num_chips(chip.largest):,} chips: pass at most that, '
