@@ -19,9 +19,9 @@ each axis, such as v3:4x4 or v4:2x2x4; 2xv5e:4x4 are two slices, connected by th
 center network. A device is a core on v2 and v3, which have two per chip, and a chip on
 later versions. h100:1 to h100:8, and h200, are GPUs of one host, which need the extra
 `cuda` and no GPU; the time is that of all matrix products at the peak and of all bytes
-at the bandwidth of the memory. The data need not exist: the sizes of the paper's data sets are known,
-folders are counted, and --num_examples and --num_classes set any other sizes. See
-docs/plan.md.
+at the bandwidth of the memory. The data need not exist: the sizes of the paper's data
+sets are known, folders are counted, and --num_examples and --num_classes set any other
+sizes. See docs/plan.md.
 """
 
 import argparse

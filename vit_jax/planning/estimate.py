@@ -1,12 +1,14 @@
 """Compiles a training step for TPUs or GPUs and estimates its time and memory.
 
-No such device is needed, only its compiler. For GPUs, the time is that of all matrix
-products at the peak and of all bytes at the bandwidth of the memory. For TPUs, for each operation the compiler estimates the
-times of arithmetic and of memory traffic, and takes the longer one; the time of a
-program is the sum over its operations. The compiler leaves out the network, which is
-estimated separately here, and counts the body of a loop once. Loops over micro-batches
-and layers are therefore added here in full, but only the matrix products of loops that
-the compiler creates.
+No such device is needed, only its compiler. The compiler for GPUs estimates no times:
+the time of a program is that of all matrix products at the peak, and of all bytes at
+the bandwidth of the memory.
+
+The compiler for TPUs estimates for each operation the times of arithmetic and of memory
+traffic, and takes the longer one; the time of a program is the sum over its operations.
+It leaves out the network, which is estimated separately here, and counts the body of a
+loop once. Loops over micro-batches and layers are therefore added here in full, but
+only the matrix products of loops that the compiler creates.
 """
 
 from collections.abc import Callable, Sequence

@@ -25,7 +25,7 @@ from vit_jax.tasks.detection import mask_losses, matching
 _POINTS, _TARGETS = 'points', 'targets'
 _SAVE_POINTS = jax.checkpoint_policies.save_only_these_names(_POINTS, _TARGETS)
 # Number of targets of each image whose losses are computed at once.
-_CHUNK = 1
+_CHUNK = 4
 
 
 class Options(NamedTuple):
