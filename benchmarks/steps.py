@@ -103,7 +103,7 @@ def _peak_bytes(device: Any) -> int:
   return (device.memory_stats() or {}).get('peak_bytes_in_use', 0)
 
 
-def _timed_first(step: Callable, device: Any) -> dict[str, float]:
+def _first_call_cost(step: Callable, device: Any) -> dict[str, float]:
   """Makes the first call of a step, which compiles it; returns its cost."""
   before = _peak_bytes(device)
   cost = {'first_call_seconds': _seconds(step, 1)}
@@ -146,10 +146,11 @@ def _rows(args: argparse.Namespace, train: bool) -> list[dict]:
   sharding.local_rows(mesh, args.batch)
   device = mesh.devices.flat[0]
   config = _config(args)
-  reference, reference_cost = args.beside, {}
+  reference = args.beside
+  reference_cost = {}
   with jax.set_mesh(mesh), contextlib.ExitStack() as stack:
     steps = [_make_step(args, mesh, train, None)]
-    cost = _timed_first(steps[0], device)
+    cost = _first_call_cost(steps[0], device)
     if args.beside:
       process, reference_cost = _start_timm(args, config, train)
       stack.callback(process.close)
@@ -157,14 +158,17 @@ def _rows(args: argparse.Namespace, train: bool) -> list[dict]:
     elif 'transformer' in config.model:
       reference = 'attention=xla'
       steps.append(_make_step(args, mesh, train, 'xla'))
-    count, side = 10, 4 * timing.PRODUCT_SIZE
+    count = 10
+    side = 4 * timing.PRODUCT_SIZE
     if device.platform == 'cpu':
       count = max(1, round(timing.TURN_SECONDS / _seconds(steps[0], 1)))
       side = timing.PRODUCT_SIZE
     turns = [functools.partial(_seconds, step, count) for step in steps]
     turns.append(timing.matrix_product(args.dtype, side))
     *times, product_times = timing.measure(*turns, repeats=args.repeats)
-  speeds = [[args.batch / seconds for seconds in of_step] for of_step in times]
+  speeds = []
+  for step_times in times:
+    speeds.append([args.batch / seconds for seconds in step_times])
   peaks = [2 * side**3 / seconds * mesh.size for seconds in product_times]
   achieved = _flops_per_image(args, config, train) * statistics.median(speeds[0])
   cost['share_of_peak'] = achieved / statistics.median(peaks)

@@ -68,7 +68,7 @@ def run(command: str, argv: Sequence[str] | None = None) -> None:
     console.use_huge_pages()
   console.prepare_streams()
   console.quiet()
-  console.avoid_absent_gpus()
+  console.avoid_absent_gpus(quiet=command == 'plan')  # It needs no device.
   console.keep_compiled()
   try:
     with _interrupts_end_process():

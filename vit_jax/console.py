@@ -216,10 +216,10 @@ def use_huge_pages() -> None:
     os.execv(sys.executable, sys.orig_argv)
 
 
-def avoid_absent_gpus() -> None:
+def avoid_absent_gpus(quiet: bool = False) -> None:
   """Sets JAX_PLATFORMS=cpu if JAX for CUDA is installed but there is no NVIDIA driver.
 
-  JAX would print a traceback. Does nothing if JAX_PLATFORMS is set.
+  JAX would print a traceback. Says so unless `quiet`. Does nothing if JAX_PLATFORMS is set.
   """
   spec = importlib.util.find_spec('jax_plugins')
   paths = spec.submodule_search_locations if spec else []
@@ -229,10 +229,11 @@ def avoid_absent_gpus() -> None:
   try:
     ctypes.CDLL('libcuda.so.1')
   except OSError:
-    log_error(
-      'No NVIDIA driver (libcuda.so.1) found: computing on the CPU. Set '
-      'JAX_PLATFORMS=cpu to hide this line.'
-    )
+    if not quiet:
+      log_error(
+        'No NVIDIA driver (libcuda.so.1) found: computing on the CPU. Set '
+        'JAX_PLATFORMS=cpu to hide this line.'
+      )
     os.environ['JAX_PLATFORMS'] = 'cpu'
     if 'jax' in sys.modules:
       sys.modules['jax'].config.update('jax_platforms', 'cpu')

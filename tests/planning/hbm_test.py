@@ -70,6 +70,17 @@ def test_vector_memory_and_unused_images_do_not_count():
   assert hbm.num_bytes(PROGRAM) == total
 
 
+def test_scratch_memory_of_a_library_does_not_count():
+  program = """
+ENTRY %main (a: bf16[10,20]) -> bf16[10,10] {
+  %a = bf16[10,20]{1,0} parameter(0)
+  %mm = (bf16[10,10]{1,0}, s8[33554432]{0}) custom-call(%a, %a), custom_call_target="gemm"
+  ROOT %out = bf16[10,10]{1,0} get-tuple-element(%mm), index=0
+}
+"""
+  assert hbm.num_bytes(program) == 2 * (200 + 200 + 100)
+
+
 @pytest.mark.parametrize(
   'shape, size',
   [

@@ -3,7 +3,7 @@ r"""Plan a training run for TPUs or GPUs without one: memory, speed, cost.
   vit_jax plan --config=configs/pretrain.py:h14,imagenet21k \
     --topology=v3:4x4 --config.mesh.fsdp=32 --config.mesh.data=1
 
-Needs the extra `plan`. Compiles the update of `vit_jax train` with the TPU compiler,
+Needs the extra `plan`. Compiles the update of `vit_jax train` with the device's compiler,
 which runs on any x86 Linux machine. Reports the memory per device, the FLOPs, the
 compiler's estimate of the step time (for comparing programs, not a measurement; it
 excludes the network, for which there is a lower bound), and the resulting duration of
@@ -17,11 +17,12 @@ prints the best plans and the flags that select them. Plans are cached in $VIT_J
 A topology is a TPU version (v2, v3, v4, v5e, v5p, v6e) and the number of chips along
 each axis, such as v3:4x4 or v4:2x2x4; 2xv5e:4x4 are two slices, connected by the data
 center network. A device is a core on v2 and v3, which have two per chip, and a chip on
-later versions. h100:1 to h100:8, and h200, are GPUs of one host, which need the extra
-`cuda` and no GPU; the time is that of all matrix products at the peak and of all bytes
-at the bandwidth of the memory. The data need not exist: the sizes of the paper's data
-sets are known, folders are counted, and --num_examples and --num_classes set any other
-sizes. See docs/plan.md.
+later versions. h100:1 to h100:8 and h200:1 to h200:8 are GPUs of one host. They need the
+extra `cuda`, but no GPU. Their compiler estimates no times: a step takes as long as its
+matrix products at the peak of the device, and then its reads and writes of main memory.
+
+The data need not exist: the sizes of the paper's data sets are known, folders are
+counted, and --num_examples and --num_classes set any other sizes. See docs/plan.md.
 """
 
 import argparse

@@ -462,7 +462,9 @@ def has_cudnn() -> bool:
     return False
   try:
     capability = jax.local_devices(backend='cuda')[0].compute_capability
-  except RuntimeError:  # Other GPUs, or a plan, whose GPUs all have it.
+  except (
+    RuntimeError
+  ):  # Other vendors' GPUs, or a plan: planned GPUs are recent enough.
     return 'NVIDIA' in dtypes.device_kind()
   return tuple(int(x) for x in capability.split('.')) >= _CAPABILITY
 

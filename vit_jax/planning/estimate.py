@@ -1,8 +1,8 @@
 """Compiles a training step for TPUs or GPUs and estimates its time and memory.
 
 No such device is needed, only its compiler. The compiler for GPUs estimates no times:
-the time of a program is that of all matrix products at the peak, and of all bytes at
-the bandwidth of the memory.
+here, a program takes as long as its matrix products at the peak of the device, and then
+its reads and writes at the bandwidth of the memory.
 
 The compiler for TPUs estimates for each operation the times of arithmetic and of memory
 traffic, and takes the longer one; the time of a program is the sum over its operations.
@@ -220,15 +220,16 @@ def _compile(program: jax.stages.Lowered, chip: topology.Chip) -> jax.stages.Com
 
 def _costs(compiled: jax.stages.Compiled, chip: topology.Chip) -> _Costs:
   hlo = compiled.as_text()
-  if chip.is_gpu:  # Its compiler estimates nothing.
-    hbm_bytes = hbm.num_bytes(hlo)
-    return _Costs(0.0, hbm_bytes / chip.bandwidth, 0, hbm_bytes, collectives(hlo))
-  costs = compiled.cost_analysis()
+  hbm_bytes = hbm.num_bytes(hlo)
+  if chip.is_gpu:  # The compiler estimates nothing; all FLOPs count as missing.
+    costs = {'flops': 0.0, 'optimal_seconds': hbm_bytes / chip.bandwidth}
+  else:
+    costs = compiled.cost_analysis()
   return _Costs(
     costs['flops'],
     costs['optimal_seconds'],
     len(_UNKNOWN.findall(hlo)),
-    hbm.num_bytes(hlo),
+    hbm_bytes,
     collectives(hlo),
   )
 

@@ -1,4 +1,4 @@
-"""Counts the bytes that a program compiled for TPUs moves to and from main memory.
+"""Counts the bytes that a compiled program moves to and from main memory.
 
 The compiler's own count, `bytes accessed`, includes arrays that stay in the vector memory
 of a core, whose layouts say S(1): on a v5e, half of the bytes of a ViT-B/16. Here, each
@@ -31,6 +31,8 @@ _STEPS = re.compile(
 )
 _CONTROL_FLOW = ('call', 'conditional', 'while')
 _SLICES = ('dynamic-slice', 'slice')
+# The scratch memory of a GPU's library, the last result of a call, most of it unused.
+_SCRATCH = re.compile(r', [su]8\[\d+\]\{0\}\)$')
 # Instructions that neither read nor write, or whose steps are counted themselves.
 _FREE = {
   *_CONTROL_FLOW, 'after-all', 'bitcast', 'constant', 'get-tuple-element',
@@ -88,6 +90,8 @@ def _parse(hlo: str) -> tuple[dict[str, _Computation], str]:
       entry = match['name'] if match['entry'] else entry
     elif match := _INSTRUCTION.match(line):
       name, shape, opcode, operands, attributes = match.groups()
+      if opcode == 'custom-call':
+        shape = _SCRATCH.sub(')', shape)
       instructions[name] = _Instruction(
         name, shape, opcode, _OPERAND.findall(operands), attributes
       )

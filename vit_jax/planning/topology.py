@@ -24,17 +24,18 @@ class Chip(NamedTuple):
   example: str  # A topology of this version.
   largest: str  # The largest slice.
   config: str | None = None  # Configuration of the chip, for versions with several.
-  # Published or measured runs took as many times as long as the estimate: docs/plan.md
-  # has the tables.
-  slower: tuple[float, float] = (1.7, 2.5)
+  # By which factors runs took longer than the estimate, from the tables of docs/plan.md.
+  slowdown: tuple[float, float] = (1.7, 2.5)
   is_gpu: bool = False
 
 
 # From Google Cloud's documentation of each version (cloud.google.com/tpu/docs/v5e and so
 # on), but for v2's bandwidth, which is from JAX's pallas.mosaic.tpu_info. The largest slices of v2 and v3 have 512 and 2,048 cores. Pods of v4, v5e and v6e
 # have 4,096, 256 and 256 chips; a job gets at most 6,144 of the 8,960 chips of v5p's
-# pod. On v4 and v5p the two cores of a chip work as one device. GPUs: NVIDIA's data sheets
-# (peak without sparsity, NVLink one way) and XLA's descriptions, see gpus.py.
+# pod. On v4 and v5p the two cores of a chip work as one device. GPUs, of the SXM form: XLA's
+# descriptions (see gpus.py; the peak is 132 cores x 4 units x 512 products and sums at
+# 1.83 GHz), and half of NVLink's 900 GB/s in both directions, as in MLCommons' descriptions
+# of systems.
 _ONE = 'megacore'
 _H100 = Chip(
   memory=84_942_979_072,
@@ -44,7 +45,7 @@ _H100 = Chip(
   per_chip=1,
   example='h100:1',
   largest='h100:8',
-  slower=(1.2, 1.3),
+  slowdown=(1.2, 1.35),
   is_gpu=True,
 )
 CHIPS = {
@@ -72,7 +73,7 @@ def parse(name: str) -> tuple[Chip, int, str]:
   """
   # The compiler ends the process with 0 chips along an axis.
   number = '[1-9][0-9]{0,3}'
-  match = re.fullmatch(f'(?:({number})x)?(([vh]\\w+):{number}(?:x{number})*)', name)
+  match = re.fullmatch(f'(?:({number})x)?(([a-z]\\w+):{number}(?:x{number})*)', name)
   chip = CHIPS.get(match[3]) if match else None
   if (
     match is None
@@ -80,7 +81,8 @@ def parse(name: str) -> tuple[Chip, int, str]:
     or name.count('x', name.find(':')) != chip.example.count('x')
   ):
     raise ValueError(
-      f"topology='{name}' is unknown: pass a version and the chips along each axis, "
+      f"topology='{name}' is unknown: pass a version and the chips along each axis, or a "
+      'GPU and their number, '
       f'for example {_EXAMPLES}, or 2xv5e:4x4 for two slices (--topology)'
     )
   is_larger = _num_chips(match[2]) > _num_chips(chip.largest)
