@@ -69,6 +69,17 @@ def test_a_tiff_that_mentions_exif_is_turned_once():
   np.testing.assert_array_equal(images.decode(encoded), pixels(encoded))
 
 
+def test_exif_data_after_large_segments_are_found():
+  """Some programs write three segments of other metadata, of 64 KB each, before them."""
+  encoded = encode(6)
+  segment = (
+    b'\xff\xed\xff\xff' + b'8BIM' + bytes(2**16 - 7)
+  )  # Its length counts itself.
+  encoded = encoded[:2] + 3 * segment + encoded[2:]
+  assert pixels(encoded).shape[:2] == (201, 298)  # Pillow parses the segments.
+  assert int(orientation.read(encoded)) == 6
+
+
 @pytest.mark.parametrize(('fmt', 'number'), CASES)
 def test_decoded_images_are_upright(fmt, number):
   encoded = encode(number, fmt)
