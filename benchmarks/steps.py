@@ -50,8 +50,11 @@ def check(args: argparse.Namespace) -> None:
     )
 
 
-def _make_step(
-  args: argparse.Namespace, mesh: jax.sharding.Mesh, train: bool, attention: str | None
+def make_step(
+  args: argparse.Namespace,
+  mesh: jax.sharding.Mesh,
+  train: bool,
+  attention: str | None = None,
 ) -> Callable:
   """Returns a function that makes `count` updates, or computes logits."""
   from vit_jax import train as train_lib
@@ -149,7 +152,7 @@ def _rows(args: argparse.Namespace, train: bool) -> list[dict]:
   reference = args.beside
   reference_cost = {}
   with jax.set_mesh(mesh), contextlib.ExitStack() as stack:
-    steps = [_make_step(args, mesh, train, None)]
+    steps = [make_step(args, mesh, train)]
     cost = _first_call_cost(steps[0], device)
     if args.beside:
       process, reference_cost = _start_timm(args, config, train)
@@ -157,7 +160,7 @@ def _rows(args: argparse.Namespace, train: bool) -> list[dict]:
       steps.append(process)
     elif 'transformer' in config.model:
       reference = 'attention=xla'
-      steps.append(_make_step(args, mesh, train, 'xla'))
+      steps.append(make_step(args, mesh, train, 'xla'))
     count = 10
     side = 4 * timing.PRODUCT_SIZE
     if device.platform == 'cpu':

@@ -1,7 +1,7 @@
 """Times updates and logits of timm's models, in a separate process.
 
 JAX and PyTorch bring different versions of NVIDIA's libraries. This process reads
-a line of JSON with the arguments of `_make_step` and answers with the cost of the
+a line of JSON with the arguments of `make_step` and answers with the cost of the
 first call; then, for each line with a number of calls, with the seconds they took.
 """
 
@@ -21,7 +21,7 @@ COMMAND = [sys.executable, '-m', 'benchmarks.timm_steps']
 
 
 class TimmProcess:
-  """The process; takes the arguments of `_make_step`.
+  """The process; takes the arguments of `make_step`.
 
   `first` is the cost of the first call: `seconds` with compilation, and `peak_bytes`
   of memory on a GPU. Raises OSError if the process ends.
@@ -82,7 +82,7 @@ def arguments(model: ml_collections.ConfigDict, channels: int) -> dict[str, Any]
   )
 
 
-def _make_step(
+def make_step(
   model: Mapping[str, Any],
   batch: int,
   image_size: int,
@@ -147,7 +147,7 @@ def main(requests: Iterable[str], answers: TextIO) -> None:
       torch.cuda.synchronize()
     return time.perf_counter() - start
 
-  step = _make_step(**json.loads(next(requests)))
+  step = make_step(**json.loads(next(requests)))
   first = {'seconds': timed(step, 1)}
   if cuda:
     first['peak_bytes'] = torch.cuda.max_memory_allocated()

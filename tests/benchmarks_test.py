@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import (
   __main__ as program,
+  alone,
   engines,
   explanations,
   patterns,
@@ -168,6 +169,30 @@ def test_sampling_comparison(monkeypatch, tmp_path):
   assert other['name'] == 'without'
   assert ours['unit'] == other['unit'] == 'pixel/s'
   assert ratio['median'] == pytest.approx(ours['median'] / other['median'])
+
+
+@pytest.mark.parametrize('name', ['vit_jax', 'timm'])
+@pytest.mark.parametrize('mode', ['train', 'infer'])
+def test_a_program_is_timed_in_its_process(name, mode, capsys):
+  sizes = {'width': 32, 'layers': 1, 'patch': 14, 'image_size': 28}
+  alone.measure_one(name, mode, 'float32', batch=8, seconds=0.0, **sizes)
+  assert json.loads(capsys.readouterr().out) > 0
+
+
+def test_programs_take_turns_as_processes(monkeypatch, capsys):
+  calls = []
+
+  def speed(program, batch, **arguments):
+    calls.append(program)
+    return 1000.0 * batch + len(calls)
+
+  monkeypatch.setattr(alone, '_in_a_process', speed)
+  programs = ('--programs', 'vit_jax', 'timm')
+  alone.main(['--rounds=2', '--modes', 'train', '--batch', '2', '3', *programs])
+  assert calls == 4 * ['vit_jax', 'timm']
+  *_, first, second = capsys.readouterr().out.splitlines()
+  assert first.endswith('batch 2, float32 | 2,001, 2,003 | 2,002, 2,004 |')
+  assert second.endswith('batch 3, float32 | 3,005, 3,007 | 3,006, 3,008 |')
 
 
 @pytest.mark.parametrize('name', pipeline.installed())

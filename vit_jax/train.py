@@ -279,10 +279,9 @@ def _make_evaluators(
   for name, split, dataset in run_config.evaluations(task.config):
     open_split = _opener(task, dataset, workdir, {split: tests[name]})
     evaluation = base.Evaluation(task, mesh, split, open_split, workdir)
-    evaluators[name] = []
-    for entry in run_evaluators.run_entries(task.config):
-      if entry.is_in(name):
-        evaluators[name].append(entry.make(evaluation))
+    entries = run_evaluators.run_entries(task.config)
+    instances = [entry.make(evaluation) for entry in entries if entry.is_in(name)]
+    evaluators[name] = base.sharing_passes(evaluation, instances)
   return evaluators
 
 

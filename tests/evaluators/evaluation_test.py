@@ -2,11 +2,15 @@
 
 import shutil
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from tests import conftest
+from tests import conftest, evaluations
 from vit_jax import predict
-from vit_jax.evaluators import evaluation
+from vit_jax.distributed import sharding
+from vit_jax.evaluators import base, evaluation, means, report
+from vit_jax.inference import engine
 
 
 @pytest.fixture(scope='module')
@@ -51,6 +55,42 @@ def test_split_of_the_data_comes_before_the_name_of_an_evaluation(
   shutil.copytree(model.config.dataset, tmp_path / 'test')
   monkeypatch.setitem(model.config, 'dataset', str(tmp_path))
   assert evaluation.evaluate(model, 'test')['num_examples'] == 30
+
+
+def test_evaluators_share_a_pass_and_the_outputs(model, monkeypatch, tmp_path):
+  alone = evaluation.evaluate(model, 'test')
+  passes = []
+  split_alone = engine.split
+
+  def split(task, source, *args):
+    passes.append(source)
+    return split_alone(task, source, *args)
+
+  monkeypatch.setattr(engine, 'split', split)
+  names = {'balanced_accuracy', 'kappa'}
+  both = evaluation.evaluate(model, 'test', predictions=str(tmp_path / 'test.csv'))
+  assert len(passes) == 1
+  assert names < both.keys() - alone.keys()
+  assert both['loss'] == pytest.approx(alone['loss'], rel=1e-6)
+
+
+def test_the_outputs_of_a_shared_pass_are_computed_once(model):
+  mesh = sharding.mesh_of(model.params)
+  data = evaluations.evaluation(model.task, mesh)
+  batch = {
+    name: jnp.zeros(spec.shape, spec.dtype)
+    for name, spec in model.task.batch_spec(8).items()
+  }
+  batch |= {'mask': jnp.ones(8), 'index': jnp.arange(8)}
+
+  def flops(*evaluators):
+    shared = base.Pass(data, [cls(data) for cls in evaluators])
+    with jax.set_mesh(mesh):
+      compiled = shared.compute.lower(model.params, {}, batch).compile()
+    return compiled.cost_analysis()['flops']
+
+  single = flops(means.Means)
+  assert single < flops(means.Means, report.Report) < 1.1 * single
 
 
 @pytest.mark.parametrize('form', ['mean', 'vectors'])

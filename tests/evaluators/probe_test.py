@@ -166,8 +166,8 @@ def test_a_run_probes_itself_in_its_first_evaluation(tiny_config, tmp_path):
   tiny_config.best_metric = 'fewshot_2_val'
   prepared = train.prepare(tiny_config)
   probes, test = prepared.evaluators['val'], prepared.evaluators['test']
-  assert [type(x).__name__ for x in probes] == ['Means', 'FewShot']
-  assert [type(x).__name__ for x in test] == ['Means']
+  assert [type(x).__name__ for x in probes] == ['Pass', 'FewShot']
+  assert [type(x).__name__ for x in test] == ['Pass']
   assert not run_evaluators.is_low(prepared.config)
   tiny_config.best_metric = 'fewshot_5_val'
   with pytest.raises(ValueError, match="use one of .*'fewshot_2_val', 'knn_3_val'"):

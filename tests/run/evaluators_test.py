@@ -135,7 +135,7 @@ def test_keys_of_probes_are_entries_too(config):
     ({'type': 'measures.x:A'}, r'evaluators.e.type=.*measures.x'),
     ({'type': 'measures'}, r"evaluators.e.type='measures'.*'MODULE:CLASS'"),
     ({'type': 'measures:Ece'}, r'evaluators.e.type=.*no class Ece'),
-    ({'type': 'measures:NoRun'}, r'evaluators.e.type=.*no attribute run'),
+    ({'type': 'measures:NoRun'}, r'evaluators.e.type=.*lacks run'),
     (
       {'type': 'measures:NoStop'},
       r'evaluators.e.type=.*run\(self, params, extra, stop',

@@ -83,7 +83,7 @@ def evaluate(
   instances = [entry.make(evaluation) for entry in entries]
   values: dict[str, float] = {}
   metrics: dict[str, metrics_lib.Metric] = {}
-  for evaluator in instances:
+  for evaluator in base.sharing_passes(evaluation, instances):
     values.update(
       run_evaluators.run(evaluator, model.params, model.extra, engine.never)
     )
@@ -142,9 +142,10 @@ def calibrated(model: Any, split: str) -> Any:
     )
   fit_batches(model.config, mesh)
   open_split = functools.partial(_open_split, task, [])
-  outputs = report_lib.collect(
-    base.Evaluation(task, mesh, split, open_split), model.params, model.extra
-  )
+  evaluation = base.Evaluation(task, mesh, split, open_split)
+  reporter = run_evaluators.report(model.config).make(evaluation)
+  reporter.run(model.params, model.extra)
+  outputs = reporter.outputs
   result = calibration.Calibration(
     calibration.fit(outputs.logits, outputs.labels, task.exclusive),
     model.step,

@@ -7,7 +7,7 @@ of `config.evaluators`, {'report': {'type': 'vit_jax.evaluators.report:Report'}}
 metrics to each evaluation of a run.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import json
 from typing import Any, NamedTuple
 
@@ -56,38 +56,6 @@ class Scores(NamedTuple):
   bins: Any = None  # vit_jax.evaluators.measures.Bins, of exclusive classes.
 
 
-def collect(
-  evaluation: base.Evaluation,
-  params: Any,
-  extra: Any,
-  stop: Callable[[], bool] = engine.never,
-) -> Outputs:
-  """Computes the outputs for a split once, the same on all processes."""
-  task = evaluation.task
-
-  def compute(
-    params: Any, extra: Any, batch: dict[str, jax.Array]
-  ) -> dict[str, jax.Array]:
-    logits = task.outputs(params, extra, batch)
-    return {'logits': logits.astype(jnp.float32), 'label': batch['label'] > 0}
-
-  compute_batch = engine.on_all_hosts(evaluation.mesh, compute)
-  numbers, logits, labels = [], [], []
-  for results in evaluation.compute(
-    lambda batch: compute_batch(params, extra, batch), stop
-  ):
-    mask = results['mask'] > 0
-    numbers.append(results['index'][mask])
-    logits.append(results['logits'][mask])
-    labels.append(results['label'][mask])
-  order = np.argsort(np.concatenate(numbers))
-  return Outputs(
-    np.concatenate(numbers)[order],
-    np.concatenate(logits)[order],
-    np.concatenate(labels)[order],
-  )
-
-
 def score(outputs: Outputs, task: Any, num_bins: int = 15) -> Scores:
   """Measures the outputs of a classification task."""
   labels = outputs.labels
@@ -120,7 +88,7 @@ def probabilities_of(outputs: Outputs, task: Any) -> np.ndarray:
   return measures.probabilities(outputs.logits, task.exclusive, task.temperature)
 
 
-class Report:
+class Report(base.BatchEvaluator):
   """Measures a classifier: means over classes, ranking, agreement, calibration.
 
   `bins` is the number of bins of the calibration error. `classes` are names of classes
@@ -169,18 +137,35 @@ class Report:
         f'classes={classes}: {unknown[0]!r} is not one of the classes '
         f'{list(task.class_names[:5])} of the model (config.evaluators)'
       )
-    self._evaluation = evaluation
+    super().__init__(evaluation)
     self._bins = bins
     self._classes = classes
     self.outputs: Outputs | None = None  # Results of the last run.
     self.scores: Scores | None = None
 
-  def run(
-    self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never
-  ) -> Mapping[str, float]:
+  def compute(
+    self, params: Any, extra: Any, batch: Mapping[str, jax.Array]
+  ) -> dict[str, jax.Array]:
+    """Returns logits and labels of a batch."""
+    logits = self.evaluation.task.outputs(params, extra, batch)
+    return {
+      'logits': logits.astype(jnp.float32),
+      'label': batch['label'] > 0,
+      **engine.positions(batch),
+    }
+
+  def reduce(self, results: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Removes padding."""
+    return engine.take(results, results['mask'] > 0)
+
+  def finish(self, results: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
     """Returns the metrics, and keeps `outputs` and `scores` for the report."""
-    task = self._evaluation.task
-    self.outputs = collect(self._evaluation, params, extra, stop)
+    columns = [
+      np.concatenate([x[name] for x in results])
+      for name in ('index', 'logits', 'label')
+    ]
+    self.outputs = Outputs(*engine.take(columns, np.argsort(columns[0])))
+    task = self.evaluation.task
     self.scores = score(self.outputs, task, self._bins)
     values = dict(self.scores.overall)
     for class_name in self._classes:
@@ -192,14 +177,14 @@ class Report:
   def lines(self) -> list[str]:
     """Returns the report of the last run as a table in Markdown."""
     assert self.scores is not None
-    return _lines(self.scores, self._evaluation.task.class_names)
+    return _lines(self.scores, self.evaluation.task.class_names)
 
   def write(self, folder: epath.PathLike, facts: Mapping[str, Any]) -> None:
     """Writes the report of the last run: JSON with `facts`, CSV and pictures."""
     assert self.scores is not None
     path = epath.Path(folder)
-    names = self._evaluation.task.class_names
-    facts = {**facts, 'temperature': self._evaluation.task.temperature}
+    names = self.evaluation.task.class_names
+    facts = {**facts, 'temperature': self.evaluation.task.temperature}
     with files.naming_output(path, 'report'):
       path.mkdir(parents=True, exist_ok=True)
       files.write(path / 'report.json', _json(self.scores, names, facts))
@@ -210,12 +195,12 @@ class Report:
           rows.append([name, *row])
         header = ['true class', *names]
         files.write(path / 'confusion.csv', report_files.csv_text([header, *rows]))
-        _draw(self.scores, names, self._evaluation.split, path)
+        _draw(self.scores, names, self.evaluation.split, path)
 
   def write_predictions(self, path: epath.PathLike, source: records.Source) -> None:
     """Writes a table with a row per image of the last run; the ending is its format."""
     assert self.outputs is not None
-    rows = _predictions(self.outputs, self._evaluation.task, source.evaluated)
+    rows = _predictions(self.outputs, self.evaluation.task, source.evaluated)
     report_files.write_predictions(path, rows)
 
 

@@ -6,7 +6,7 @@ in flight, so that memory does not grow with the number of images.
 """
 
 import collections
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
 import contextlib
 import threading
@@ -170,6 +170,11 @@ def rows(results: Any) -> Iterator[tuple[int, Any]]:
     yield int(results['index'][i]), take(results, i)
 
 
+def positions(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+  """Returns `index` and `mask` of a batch, for `rows`."""
+  return {'index': batch['index'], 'mask': batch['mask']}
+
+
 def split(
   task: Any,
   source: records.Source,
@@ -218,8 +223,7 @@ def on_all_hosts(mesh: jax.sharding.Mesh, compute: Callable) -> Callable:
   """
 
   def compute_with_positions(*args: Any) -> dict[str, jax.Array]:
-    batch = args[-1]
-    return {**compute(*args), 'index': batch['index'], 'mask': batch['mask']}
+    return {**compute(*args), **positions(args[-1])}
 
   replicated = sharding.replicated(mesh)
   return jax.jit(compute_with_positions, out_shardings=replicated)

@@ -129,12 +129,14 @@ def _parse(key: str, fields: Mapping[str, Any]) -> Entry:
   arguments = {name: _plain(value) for name, value in fields.items()}
   setting = f"{key}.type='{fields['type']}'"
   cls = run_config.get_evaluator(key, arguments.pop('type'))
-  for name in ('metrics', 'run'):
-    if not hasattr(cls, name):
-      raise ValueError(
-        f'{setting} has no attribute {name}: an evaluator needs `metrics` and `run`, '
-        f'see vit_jax/evaluators/base.py (config.{key}.type)'
-      )
+  names = {name for name in ('metrics', 'run') if not hasattr(cls, name)}
+  names |= getattr(cls, '__abstractmethods__', frozenset())
+  if names:
+    raise ValueError(
+      f'{setting} lacks {", ".join(sorted(names))}: an evaluator needs `metrics`, and '
+      '`compute` and `finish` of vit_jax.evaluators.base.BatchEvaluator, from which it '
+      f'inherits, or `run` (config.{key}.type)'
+    )
   try:
     inspect.signature(cls.run).bind(None, None, None, None)
   except TypeError as e:
@@ -180,18 +182,23 @@ def run(
 ) -> Mapping[str, Any]:
   """Runs an evaluator; ValueError unless it returns a number for each metric."""
   values = evaluator.run(params, extra, stop)
+  check_values(evaluator, 'run', values)
+  return values
+
+
+def check_values(evaluator: Any, method: str, values: Any) -> None:
+  """Raises ValueError unless the result of a method has a number for each metric."""
   form = (
     f'return a dict with a number for each of {[*evaluator.metrics]} (a task: from '
     '`measure`)'
   )
-  name = type(evaluator).__name__
+  name = f'{type(evaluator).__name__}.{method}'
   if not isinstance(values, Mapping) or any(map(np.ndim, values.values())):
-    raise ValueError(f'run={values!r:.200}, the result of {name}.run: {form}')
+    raise ValueError(f'{method}={values!r:.200}, the result of {name}: {form}')
   if missing := sorted(evaluator.metrics.keys() - values.keys()):
     raise ValueError(
-      f'run={[*values]}, the result of {name}.run, lacks {missing}: {form}'
+      f'{method}={[*values]}, the result of {name}, lacks {missing}: {form}'
     )
-  return values
 
 
 def measures(entries: Sequence[Entry], config: ml_collections.ConfigDict) -> Metrics:

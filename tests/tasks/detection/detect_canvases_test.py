@@ -22,7 +22,8 @@ from vit_jax import input_pipeline, models, predict, train
 from vit_jax.configs import common
 from vit_jax.data import sources
 from vit_jax.distributed import sharding
-from vit_jax.run import config as run_config, stopping
+from vit_jax.evaluators import base
+from vit_jax.run import config as run_config, evaluators as run_evaluators, stopping
 from vit_jax.tasks.detection import detect
 
 SHAPES = ((48, 30), (30, 50), (40, 40), (60, 36))
@@ -292,15 +293,21 @@ def evaluate(folder, devices=None):
     lambda: task.init(jax.random.key(0))[0],
     out_shardings=jax.NamedSharding(mesh, jax.P()),
   )()
-  [_, precision] = evaluations.evaluators(task, mesh, source, 'train')
-  detect_batch, sizes = precision._detect, []
+  sizes = []
 
-  def detect_and_note(params, extra, batch):
-    sizes.append(batch['image'].shape)
-    return detect_batch(params, extra, batch)
+  class NotingEvaluation(base.Evaluation):
+    def compute(self, function, stop):
+      def compute_and_note(batch):
+        sizes.append(batch['image'].shape)
+        return function(batch)
 
-  precision._detect = detect_and_note
-  found = precision.run(params, {})
+      return super().compute(compute_and_note, stop)
+
+  evaluation = NotingEvaluation(task, mesh, 'train', lambda *_: source)
+  instances = [entry.make(evaluation) for entry in run_evaluators.task_entries(config)]
+  [shared] = base.sharing_passes(evaluation, instances)
+  found = shared.run(params, {})
+  del found['img_sec_core']
   return {**found, 'sizes': sizes}
 
 

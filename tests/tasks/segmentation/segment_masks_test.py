@@ -19,6 +19,7 @@ from vit_jax import predict, train
 from vit_jax.commands import predict as predict_command
 from vit_jax.data import sources
 from vit_jax.distributed import sharding
+from vit_jax.evaluators import base
 from vit_jax.run import config as run_config
 from vit_jax.tasks.detection import (
   average_precision as ap,
@@ -166,11 +167,9 @@ def evaluate(task, *evaluators):
   """Returns the metrics of the validation split."""
   source = sources.open_split(task.config, 'validation', task.FEATURES)
   mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
-  metrics = {}
-  for evaluator in evaluators:
-    data = evaluations.evaluation(task, mesh, source)
-    metrics.update(evaluator(data).run({}, {}))
-  return metrics
+  data = evaluations.evaluation(task, mesh, source)
+  [shared] = base.sharing_passes(data, [evaluator(data) for evaluator in evaluators])
+  return shared.run({}, {})
 
 
 def paths_of(data):

@@ -6,9 +6,8 @@ overlap (IoU) with an object of its class reaches a threshold, and averages the
 precision over recalls, classes, and the thresholds .50, .55, ..., .95.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-import functools
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,40 +37,35 @@ NAMES = (
 _TRUTH = ('image_id', 'truth', 'label', 'area', 'crowd', 'size')
 
 
-class AveragePrecision:
+class AveragePrecision(base.BatchEvaluator):
   """Evaluates a detector (a vit_jax.tasks.detection.detect.Task) on a split."""
 
-  metrics: ClassVar = dict.fromkeys(NAMES, metrics_lib.Metric())
+  metrics = dict.fromkeys(NAMES, metrics_lib.Metric())
 
   def __init__(self, evaluation: base.Evaluation) -> None:
-    task = evaluation.task
-    task.check_counts(evaluation.source)
-    self._evaluation = evaluation
+    evaluation.task.check_counts(evaluation.source)
+    super().__init__(evaluation)
 
-    def compute(params: Any, extra: Any, batch: dict[str, jax.Array]) -> dict[str, Any]:
-      detections = task.detections(task.outputs(params, extra, batch))
-      truth = {name: batch[name] for name in _TRUTH}
-      return {'detections': detections, **truth}
+  def compute(
+    self, params: Any, extra: Any, batch: Mapping[str, jax.Array]
+  ) -> dict[str, Any]:
+    """Returns the detections in a batch, and the truth."""
+    task = self.evaluation.task
+    detections = task.detections(task.outputs(params, extra, batch))
+    truth = {name: batch[name] for name in _TRUTH}
+    return {'detections': detections, **truth, **engine.positions(batch)}
 
-    # Every process gets the results of all images: they are small.
-    self._detect = engine.on_all_hosts(evaluation.mesh, compute)
-
-  def run(
-    self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never
-  ) -> dict[str, float]:
-    """Returns NAMES, see `average_precision`, and `num_examples`."""
+  def finish(self, results: Sequence[Any]) -> dict[str, float]:
+    """Returns NAMES, see `average_precision`."""
     rows: dict[int, Any] = {}
-    detect = functools.partial(self._detect, params, extra)
-    for results in self._evaluation.compute(detect, stop):
-      rows.update(engine.rows(results))
+    for batch_results in results:
+      rows.update(engine.rows(batch_results))
     truth, detections = [], []
     for i in sorted(rows, key=lambda i: (image_id(rows[i]), i)):
       image_truth, image_detections = _in_pixels(rows[i])
       truth.append(image_truth)
       detections.append(image_detections)
-    num_classes = len(self._evaluation.task.class_names)
-    metrics = average_precision(truth, detections, num_classes)
-    return {**metrics, 'num_examples': len(rows)}
+    return average_precision(truth, detections, len(self.evaluation.task.class_names))
 
 
 def image_id(row: Mapping[str, np.ndarray]) -> int:

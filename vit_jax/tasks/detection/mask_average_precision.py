@@ -5,16 +5,15 @@ those of `truth_size`; everything else is as for boxes, see average_precision.py
 are the things of panoptic annotations, which do not overlap.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-import functools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import jax
 import msgspec
 import numpy as np
 
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import base
-from vit_jax.inference import engine
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.tasks.detection import average_precision as ap, panoptic_quality as pq
 
@@ -22,28 +21,38 @@ _PREFIX = 'mask_'  # Begins the names of the metrics.
 _TRUTH = ('image_id', 'area', 'size', *pq.TRUTH)
 
 
-class MaskAveragePrecision:
+METRICS = {_PREFIX + name: metrics_lib.Metric() for name in ap.NAMES}
+
+
+class MaskAveragePrecision(base.BatchEvaluator):
   """Evaluates a vit_jax.tasks.detection.segment.Task with `candidates` on a split."""
 
-  metrics: ClassVar = {_PREFIX + name: metrics_lib.Metric() for name in ap.NAMES}
+  metrics = METRICS
+  per_process: ClassVar[bool] = True
 
-  def __init__(self, evaluation: base.Evaluation) -> None:
-    self._evaluation = evaluation
-    self._task = evaluation.task
-    self._compute = pq.compute_masks(evaluation, _TRUTH)
+  def compute(
+    self, params: Any, extra: Any, batch: Mapping[str, jax.Array]
+  ) -> pq.MasksAndTruth:
+    """Returns the masks of a batch, and the truth."""
+    return pq.masks_and_truth(self.evaluation.task, _TRUTH, params, extra, batch)
 
-  def run(
-    self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never
-  ) -> dict[str, float]:
-    """Returns the metrics, see average_precision.NAMES, and `num_examples`."""
+  def reduce(self, results: pq.MasksAndTruth) -> dict[int, Any]:
+    """Returns the comparison of each image of this process, by its number."""
+    masks, truth = results
+    task = self.evaluation.task
     rows = {}
-    compute = functools.partial(self._compute, params, extra)
-    for masks, truth in self._evaluation.compute(compute, stop):
-      for i in np.flatnonzero(truth['mask']):
-        row = {name: x[i] for name, x in truth.items()}
-        size = tuple(row['truth_size'].tolist())
-        candidates = self._task.candidates(masks, i, size)
-        rows[int(row['index'])] = compare(row, self._task.is_thing, candidates)
+    for i in np.flatnonzero(truth['mask']):
+      row = {name: x[i] for name, x in truth.items()}
+      size = tuple(row['truth_size'].tolist())
+      candidates = task.candidates(masks, i, size)
+      rows[int(row['index'])] = compare(row, task.is_thing, candidates)
+    return rows
+
+  def finish(self, results: Sequence[dict[int, Any]]) -> dict[str, float]:
+    """Returns the metrics, see average_precision.NAMES."""
+    rows: dict[int, Any] = {}
+    for batch_rows in results:
+      rows.update(batch_rows)
     content = msgspec.msgpack.encode(rows)
     merged: dict[int, Any] = {}  # An image that several processes have counts once.
     for part in sharding.gather_bytes(content):
@@ -53,11 +62,10 @@ class MaskAveragePrecision:
     values = ap.average_precision(
       [image['truth'] for image in images],
       [image['detections'] for image in images],
-      len(self._task.class_names),
+      len(self.evaluation.task.class_names),
       [image['overlaps'] for image in images],
     )
-    metrics = {_PREFIX + name: value for name, value in values.items()}
-    return {**metrics, 'num_examples': len(merged)}
+    return {_PREFIX + name: value for name, value in values.items()}
 
 
 def compare(

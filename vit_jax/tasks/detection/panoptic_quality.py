@@ -11,16 +11,14 @@ not count in the IoU, and a predicted segment of which more than half is void, o
 in a crowd of its class, is not counted as unmatched.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-import functools
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import numpy as np
 
-from vit_jax.distributed import processes, sharding
+from vit_jax.distributed import processes
 from vit_jax.evaluators import base
-from vit_jax.inference import engine
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.tasks.detection import segments as segments_lib
 
@@ -39,66 +37,61 @@ NAMES = (
 TRUTH = ('index', 'mask', 'label', 'crowd', 'truth_size', 'truth_segments')
 
 
-class PanopticQuality:
+# Arrays [B, ...] by name.
+MasksAndTruth: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
+
+
+class PanopticQuality(base.BatchEvaluator):
   """Evaluates a vit_jax.tasks.detection.segment.Task with masks on a split."""
 
-  metrics: ClassVar = dict.fromkeys(NAMES, metrics_lib.Metric())
+  metrics = dict.fromkeys(NAMES, metrics_lib.Metric())
+  per_process: ClassVar[bool] = True
 
-  def __init__(self, evaluation: base.Evaluation) -> None:
-    self._evaluation = evaluation
-    self._task = evaluation.task
-    self._compute = compute_masks(evaluation, TRUTH)
+  def compute(
+    self, params: Any, extra: Any, batch: Mapping[str, jax.Array]
+  ) -> MasksAndTruth:
+    """Returns the masks of a batch, and the truth."""
+    return masks_and_truth(self.evaluation.task, TRUTH, params, extra, batch)
 
-  def run(
-    self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never
-  ) -> dict[str, float]:
-    """Returns NAMES, see `panoptic_quality`, and `num_examples`."""
-    counts: dict[int, np.ndarray] = {}
-    compute = functools.partial(self._compute, params, extra)
-    for masks, truth in self._evaluation.compute(compute, stop):
-      counts.update(self._compare(masks, truth))
-    total, num_examples = add_up(counts, len(self._task.is_thing))
-    metrics = panoptic_quality(total, self._task.is_thing)
-    return {**metrics, 'num_examples': num_examples}
-
-  def _compare(
-    self, masks: Mapping[str, np.ndarray], truth: Mapping[str, np.ndarray]
-  ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields number and counts of the images of this process in a batch."""
+  def reduce(self, results: MasksAndTruth) -> dict[int, np.ndarray]:
+    """Returns the counts of each image of this process, by its number."""
+    masks, truth = results
+    task = self.evaluation.task
+    counts = {}
     for i in np.flatnonzero(truth['mask']):
       height, width = truth['truth_size'][i]
       is_object = truth['label'][i] >= 0
-      counts = compare(
+      counts[int(truth['index'][i])] = compare(
         truth['truth_segments'][i][:height, :width],
         truth['label'][i][is_object],
         truth['crowd'][i][is_object],
-        self._task.assemble(masks, i, (height, width)),
-        len(self._task.class_names),
+        task.assemble(masks, i, (height, width)),
+        len(task.class_names),
       )
-      yield int(truth['index'][i]), counts
+    return counts
+
+  def finish(self, results: Sequence[dict[int, np.ndarray]]) -> dict[str, float]:
+    """Returns NAMES, see `panoptic_quality`."""
+    counts: dict[int, np.ndarray] = {}
+    for batch_counts in results:
+      counts.update(batch_counts)
+    is_thing = self.evaluation.task.is_thing
+    return panoptic_quality(add_up(counts, len(is_thing)), is_thing)
 
 
-def compute_masks(evaluation: base.Evaluation, names: Sequence[str]) -> Callable:
-  """Compiles a function (params, extra, batch) to the task's `masks` and the truth.
-
-  Both are dicts of arrays [B, ...]; the truth has the tensors of these names.
-  """
-  task = evaluation.task
-
-  def compute(
-    params: Any, extra: Any, batch: dict[str, jax.Array]
-  ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    masks = task.masks(task.outputs(params, extra, batch), batch)
-    return masks, {name: batch[name] for name in names}
-
-  # Masks are large: each process gets only the masks of its own images.
-  shardings = sharding.batch_sharding(evaluation.mesh)
-  return jax.jit(compute, out_shardings=shardings)
+def masks_and_truth(
+  task: Any,
+  names: Sequence[str],
+  params: Any,
+  extra: Any,
+  batch: Mapping[str, jax.Array],
+) -> MasksAndTruth:
+  """Returns the task's `masks` of a batch, and the tensors of these names."""
+  masks = task.masks(task.outputs(params, extra, batch), batch)
+  return masks, {name: batch[name] for name in names}
 
 
-def add_up(
-  counts: Mapping[int, np.ndarray], num_classes: int
-) -> tuple[np.ndarray, int]:
+def add_up(counts: Mapping[int, np.ndarray], num_classes: int) -> np.ndarray:
   """Adds up the counts of all processes, which all must call it.
 
   An image that several processes have counts once.
@@ -108,7 +101,7 @@ def add_up(
     num_classes: C.
 
   Returns:
-    The sum, float64 [4, C], and the number of images.
+    The sum, float64 [4, C].
   """
   numbers = processes.attempt('the images compared', lambda: sorted(counts))
   earlier_numbers = set().union(*numbers[: jax.process_index()])
@@ -117,7 +110,7 @@ def add_up(
     if number not in earlier_numbers:
       total += counts[number]
   totals = processes.attempt('the panoptic quality', total.tolist)
-  return np.sum(totals, axis=0), len(set().union(*numbers))
+  return np.sum(totals, axis=0)
 
 
 def compare(

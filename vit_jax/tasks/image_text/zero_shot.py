@@ -128,6 +128,12 @@ def measure(
   return metrics
 
 
+class _Means(means.Means):
+  """Means whose metrics depend on the number of classes."""
+
+  metrics: Any = None
+
+
 class ZeroShot:
   """Measures the accuracy of zero-shot classification; nothing without labels."""
 
@@ -138,8 +144,9 @@ class ZeroShot:
     class_names = evaluation.source.class_names
     self._names = task.words_of(class_names) if class_names else ()
     self._embed = Embedder(task, evaluation.mesh)
-    self._means = means.Means(evaluation)
     self.metrics = metrics_of(len(self._names))
+    self._means = _Means(evaluation)
+    self._means.metrics = self.metrics
 
   def run(
     self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never

@@ -4,7 +4,7 @@ scikit-learn and SciPy compute them from all predictions of a split, in the unit
 data. A measure that is not defined, such as the correlation with a constant, is nan.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import json
 from typing import Any, NamedTuple
 
@@ -60,7 +60,7 @@ def measure(true: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
   return {name: float(value) for name, value in values.items()}
 
 
-class Report:
+class Report(base.BatchEvaluator):
   """Measures a regression: means over its targets, and the MAE of each column.
 
   It is the evaluator of the task, and the report of `vit_jax evaluate --report`.
@@ -81,57 +81,52 @@ class Report:
 
   def __init__(self, evaluation: base.Evaluation) -> None:
     console.require('sklearn', 'train', 'the metrics of regression')
-    task = evaluation.task
-
-    def compute(
-      params: Any, extra: Any, batch: dict[str, jax.Array]
-    ) -> dict[str, jax.Array]:
-      outputs = task.outputs(params, extra, batch).astype(jnp.float32)
-      target = batch['target']
-      losses = task.losses(outputs, target)
-      return {'outputs': outputs, 'target': target, 'losses': losses}
-
-    # Every process gets the results of all images: they are small.
-    self._compute = engine.on_all_hosts(evaluation.mesh, compute)
-    self._evaluation = evaluation
+    super().__init__(evaluation)
     self.outputs: Outputs | None = None  # From the last run.
     self.scores: dict[str, dict[str, float]] = {}  # By target.
 
-  def run(
-    self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never
-  ) -> dict[str, float]:
-    """Returns the metrics and `num_examples`."""
-    self.outputs = self._collect(params, extra, stop)
+  def compute(
+    self, params: Any, extra: Any, batch: Mapping[str, jax.Array]
+  ) -> dict[str, jax.Array]:
+    """Returns outputs, targets and losses of a batch."""
+    task = self.evaluation.task
+    outputs = task.outputs(params, extra, batch).astype(jnp.float32)
+    target = batch['target']
+    losses = task.losses(outputs, target)
+    positions = engine.positions(batch)
+    return {'outputs': outputs, 'target': target, 'losses': losses, **positions}
+
+  def finish(self, results: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
+    """Returns the metrics, and keeps `outputs` and `scores` for the report."""
+    self.outputs = self._in_order(results)
     self.scores = {}
-    for i, target in enumerate(self._evaluation.task.targets):
+    for i, target in enumerate(self.evaluation.task.targets):
       self.scores[target.name] = measure(
         self.outputs.true[:, i], self.outputs.predicted[:, i]
       )
     values = {'loss': float(self.outputs.losses.mean()), **self._means()}
-    columns = self._evaluation.task.options.targets
+    columns = self.evaluation.task.options.targets
     if len(columns) > 1:
       for column in columns:
         values[f'mae_{column}'] = self._means(column)['mae']
-    return {**values, 'num_examples': len(self.outputs.numbers)}
+    return values
 
-  def _collect(self, params: Any, extra: Any, stop: Callable[[], bool]) -> Outputs:
-    """Computes the predictions for all images, the same on all processes."""
+  def _in_order(self, results: Sequence[Mapping[str, np.ndarray]]) -> Outputs:
+    """Returns the predictions of all batches in the order of the images."""
     rows: dict[int, Any] = {}
-    for results in self._evaluation.compute(
-      lambda batch: self._compute(params, extra, batch), stop
-    ):
-      rows.update(engine.rows(results))
+    for batch_results in results:
+      rows.update(engine.rows(batch_results))
     numbers = sorted(rows)
     arrays = {}
     for name in ('outputs', 'target', 'losses'):
       arrays[name] = np.stack([rows[number][name] for number in numbers])
     if not np.isfinite(arrays['target']).all():
       row = np.isfinite(arrays['target']).all(axis=1).argmin()
-      name = self._evaluation.source.evaluated.name(numbers[row])
+      name = self.evaluation.source.evaluated.name(numbers[row])
       raise ValueError(
         f"a target of '{name}' is not finite: correct it, or leave it out"
       )
-    task = self._evaluation.task
+    task = self.evaluation.task
     return Outputs(
       np.array(numbers),
       task.values(arrays['outputs']),
@@ -142,7 +137,7 @@ class Report:
   def _means(self, column: str | None = None) -> dict[str, float]:
     """Returns the means of the scores over all targets, or over those in a column."""
     names = []
-    for target in self._evaluation.task.targets:
+    for target in self.evaluation.task.targets:
       if column in (None, target.column):
         names.append(target.name)
     means = {}
@@ -189,7 +184,7 @@ class Report:
         self.outputs.true,
         self.outputs.predicted,
         list(self.scores),
-        self._evaluation.split,
+        self.evaluation.split,
         path=path / 'predictions.png',
       )
 

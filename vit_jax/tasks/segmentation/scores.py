@@ -7,9 +7,9 @@ only pixels near boundaries, see boundaries.py. The pixels are those of the mask
 their height and width.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 import json
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from etils import epath
 import jax
@@ -81,56 +81,68 @@ def _mean(values: np.ndarray) -> float:
   return float(values.mean()) if len(values) else np.nan
 
 
-class Iou:
+class _Counts(NamedTuple):
+  """Sums over the images of a batch, see `measure`, and the pixel counts of each."""
+
+  confusion: np.ndarray
+  boundary: np.ndarray
+  losses: np.ndarray  # Sum and weight, float64 [2].
+  by_image: dict[int, np.ndarray]
+
+
+class Iou(base.BatchEvaluator):
   """Measures a segment_semantic.Task: its evaluator, and `vit_jax evaluate --report`."""
 
-  metrics: ClassVar = METRICS
+  metrics = METRICS
 
   def __init__(self, evaluation: base.Evaluation) -> None:
-    self._evaluation = evaluation
-    task = evaluation.task
-
-    def compute(
-      params: Any, extra: Any, batch: dict[str, jax.Array]
-    ) -> dict[str, jax.Array]:
-      outputs = task.view_outputs(params, extra, batch)
-      predicted, losses = class_maps.classes_and_losses(
-        task.head, outputs, batch['size'], batch['truth']
-      )
-      truth = batch['truth']
-      num_classes = len(task.class_names)
-      return {
-        'counts': class_maps.confusion(truth, predicted, num_classes),
-        'boundary': boundaries.counts(truth, predicted, batch['size'], num_classes),
-        'losses': losses,
-      }
-
-    # Every process gets the counts of all images, which are small.
-    self._compute = engine.on_all_hosts(evaluation.mesh, compute)
+    super().__init__(evaluation)
     # Pixel counts of the last run, by image.
     self._by_image: dict[int, np.ndarray] = {}
     self.measures: dict[str, Any] = {}
 
-  def run(
-    self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never
-  ) -> dict[str, float]:
-    """Returns METRICS and `num_examples`."""
+  def compute(
+    self, params: Any, extra: Any, batch: Mapping[str, jax.Array]
+  ) -> dict[str, jax.Array]:
+    """Returns pixel counts and losses of each image of a batch."""
+    task = self.evaluation.task
+    truth = batch['truth']
+    outputs = task.view_outputs(params, extra, batch)
+    predicted, losses = class_maps.classes_and_losses(
+      task.head, outputs, batch['size'], truth
+    )
+    num_classes = len(task.class_names)
+    return {
+      'counts': class_maps.confusion(truth, predicted, num_classes),
+      'boundary': boundaries.counts(truth, predicted, batch['size'], num_classes),
+      'losses': losses,
+      **engine.positions(batch),
+    }
+
+  def reduce(self, results: Mapping[str, np.ndarray]) -> _Counts:
+    """Adds up the counts of a batch."""
+    real = engine.take(results, results['mask'] > 0)
+    counts = real['counts'].astype(np.int64)
+    by_image = {}
+    for number, confusion in zip(real['index'].tolist(), counts):
+      by_image[number] = _pixel_counts(confusion)
+    boundary = real['boundary'].sum(axis=0, dtype=np.int64)
+    losses = real['losses'].sum(axis=0, dtype=np.float64)
+    return _Counts(counts.sum(axis=0), boundary, losses, by_image)
+
+  def finish(self, results: Sequence[_Counts]) -> dict[str, float]:
+    """Returns METRICS, and keeps what the report needs."""
     self._by_image = {}
-    confusion = boundary = 0
-    losses = np.zeros(2)
-    for results in self._evaluation.compute(
-      lambda batch: self._compute(params, extra, batch), stop
-    ):
-      for number, row in engine.rows(results):
-        counts = row['counts'].astype(np.int64)
-        confusion = confusion + counts
-        boundary = boundary + row['boundary'].astype(np.int64)
-        losses += row['losses']
-        self._by_image[number] = _pixel_counts(counts)
-    self.measures = measure(confusion, boundary)
+    for counts in results:
+      self._by_image.update(counts.by_image)
+    self.measures = measure(
+      sum(counts.confusion for counts in results),
+      sum(counts.boundary for counts in results),
+    )
     values = {name: self.measures[name] for name in METRICS if name != 'loss'}
-    loss = float(losses[0] / losses[1]) if losses[1] else np.nan
-    return {**values, 'loss': loss, 'num_examples': len(self._by_image)}
+    loss, weight = sum(counts.losses for counts in results)
+    values['loss'] = float(loss / weight) if weight else np.nan
+    return values
 
   def lines(self) -> list[str]:
     """Returns the report of the last run as a table in Markdown, a row per class."""
@@ -142,7 +154,7 @@ class Iou:
 
   def _rows(self) -> list[tuple]:
     """Returns name, IoU, boundary IoU, accuracy and true pixels of classes, then means."""
-    names = self._evaluation.task.class_names
+    names = self.evaluation.task.class_names
     pixels = sum(self._by_image.values())[1].tolist()
     measures = self.measures
     columns = [measures[x].tolist() for x in ('iou', 'class_boundary_iou', 'accuracy')]
