@@ -15,12 +15,13 @@ by the number in the name of their file.
 `config.real_labels` adds it to the evaluations of a run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 import functools
 import json
 import re
-from typing import Any, ClassVar
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -34,16 +35,17 @@ from vit_jax.inference import engine
 from vit_jax.run import metrics as metrics_lib
 
 FILE_NAME = 'file_name?'  # A feature that the source may lack.
+METRICS = {'accuracy_real': metrics_lib.SHARE}
 _NUMBER = r'ILSVRC2012_val_(\d{8})\.\w+'
 
 
-class Real:
+class Real(base.BatchEvaluator):
   """Measures ReaL accuracy of a classifier on a split or a slice of it.
 
   `path` is the file of the labels, local or at gs://.
   """
 
-  metrics: ClassVar = {'accuracy_real': metrics_lib.SHARE}
+  metrics = METRICS
 
   def __init__(self, evaluation: base.Evaluation, path: schema.Text):
     task, split = evaluation.task, evaluation.split
@@ -56,53 +58,46 @@ class Real:
         f"real='{path}' has labels of {len(self._labels):,} images, and split '{whole_split}' "
         f'has {total:,} images: pass the labels of this split (--real)'
       )
-    self._task = task
-    self._mesh = evaluation.mesh
+    super().__init__(evaluation)
     self._source = evaluation.open_split(split, (FILE_NAME,)).evaluated
-    self._numbers = None
+    # Numbers of the images, int [n]; None until they are read from the data.
+    self._numbers: np.ndarray | None = None
     if 'file_name' not in self._source.features:
       names = map(self._source.name, range(self._source.num_examples))
       self._numbers = np.array([_number(name) for name in names])
       self._check(self._numbers)
 
-    def best(params: Any, extra: Any, batch: dict[str, Any]) -> dict[str, Any]:
-      logits = task.outputs(params, extra, batch)  # [B, classes]
-      classes = logits.argmax(axis=-1).astype(jnp.int32)  # [B]
-      return {'best': classes, 'number': batch['number']}
+  def compute(
+    self, params: Any, extra: Any, batch: Mapping[str, jax.Array]
+  ) -> dict[str, jax.Array]:
+    """Returns the predicted classes of a batch."""
+    logits = self.evaluation.task.outputs(params, extra, batch)  # [B, classes]
+    best = logits.argmax(axis=-1).astype(jnp.int32)  # [B]
+    return {'best': best, **engine.positions(batch)}
 
-    self._best = engine.on_all_hosts(evaluation.mesh, best)
-
-  def run(
-    self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never
-  ) -> dict[str, float]:
+  def finish(self, results: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
     """Returns `accuracy_real` and `num_real`, see `score`."""
-    columns = engine.collect(
-      self._task.config,
-      self._mesh,
-      self._source,
-      self._example,
-      functools.partial(self._best, params, extra),
-      stop,
-      'Evaluating by ReaL labels',
-    )
-    numbers = self._numbers
-    if numbers is None:
-      numbers = columns['number']
-      self._check(numbers)
-    return score(columns['best'], [self._labels[i - 1] for i in numbers])
+    if self._numbers is None:
+      self._numbers = self._read_numbers()
+      self._check(self._numbers)
+    best = np.zeros(self._source.num_examples, np.int32)
+    for batch_results in results:
+      mask = batch_results['mask'] > 0
+      best[batch_results['index'][mask]] = batch_results['best'][mask]
+    return score(best, [self._labels[i - 1] for i in self._numbers])
 
-  def _example(self, record: dict[str, Any], seed: Any) -> dict[str, Any]:
-    number = tf.constant(0)
-    if 'file_name' in record:
-      name = record['file_name']
-      number = tf.cond(
-        tf.strings.regex_full_match(name, _NUMBER),
-        lambda: tf.strings.to_number(
-          tf.strings.regex_replace(name, _NUMBER, r'\1'), tf.int32
-        ),
-        lambda: 0,
-      )
-    return {**self._task.inputs(record, seed), 'number': number}
+  def _read_numbers(self) -> np.ndarray:
+    """Reads the feature 'file_name' of all images, without decoding them."""
+    mesh = self.evaluation.mesh
+    columns = engine.collect(
+      self.evaluation.task.config,
+      mesh,
+      self._source,
+      _number_example,
+      engine.on_all_hosts(mesh, lambda batch: {'number': batch['number']}),
+      label='Reading the names of files',
+    )
+    return columns['number']
 
   def _check(self, numbers: np.ndarray) -> None:
     """Raises ValueError if an image cannot be matched."""
@@ -115,6 +110,19 @@ class Real:
         f'ILSVRC2012_val_{len(self._labels):08}.JPEG, or TFDS data must have the '
         "feature 'file_name' (--real)"
       )
+
+
+def _number_example(record: Mapping[str, Any], seed: Any) -> dict[str, Any]:
+  """Returns `number`, that of an image of ImageNet, or 0."""
+  name = record['file_name']
+  number = tf.cond(
+    tf.strings.regex_full_match(name, _NUMBER),
+    lambda: tf.strings.to_number(
+      tf.strings.regex_replace(name, _NUMBER, r'\1'), tf.int32
+    ),
+    lambda: 0,
+  )
+  return {'number': number}
 
 
 def _number(name: str) -> int:
