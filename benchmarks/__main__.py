@@ -3,8 +3,8 @@ r"""Times what users wait for, and writes a table and JSON; run in a checkout:
   python -m benchmarks --json=/tmp/benchmark.json
 
 Sections (choose with --only): import, start, train, inference, pipeline, weights,
-checkpoints, sampling, hosts, and engines, which is left out unless named, since it needs
-other packages (engines.py). Each is warmed up, repeated, and reported as median,
+checkpoints, sampling, hosts; and predict and engines, which are left out unless named,
+since they need other packages (predicting.py, engines.py). Each is warmed up, repeated, and reported as median,
 minimum and maximum. A step's share of the peak is relative to a large matrix product of
 the same type, measured in the same run. Programs that are compared take turns.
 
@@ -34,14 +34,16 @@ SECTIONS = {
   'train': 'steps:train_rows',
   'inference': 'steps:inference_rows',
   'pipeline': 'pipeline:rows',
+  'predict': 'predicting:rows',
   'weights': 'start:weights_rows',
   'checkpoints': 'checkpoints:rows',
   'sampling': 'sampling:rows',
   'hosts': 'hosts:rows',
   'engines': 'engines:rows',
 }
-# 'engines' needs packages that no extra installs.
-DEFAULT_SECTIONS = tuple(name for name in SECTIONS if name != 'engines')
+# These need further packages.
+_ON_REQUEST = ('predict', 'engines')
+DEFAULT_SECTIONS = tuple(name for name in SECTIONS if name not in _ON_REQUEST)
 
 
 def make_parser() -> flags.Parser:
@@ -49,7 +51,12 @@ def make_parser() -> flags.Parser:
   parser = flags.Parser('', __doc__)
   parser.prog = 'python -m benchmarks'
   add = parser.add_argument
-  add('--only', nargs='+', choices=SECTIONS, help='sections to time (all but engines)')
+  add(
+    '--only',
+    nargs='+',
+    choices=SECTIONS,
+    help='sections to time (all but predict and engines)',
+  )
   add('--json', metavar='FILE', help='file for the results')
   add('--repeats', type=flags.count, default=5, help='measured calls (5)')
   add('--model', default='s16', help='model to step (s16), or --config of a run')

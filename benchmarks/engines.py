@@ -28,7 +28,7 @@ def _num_cores() -> int:
   return os.cpu_count() or 1
 
 
-def _write_weights(args: argparse.Namespace, folder: pathlib.Path) -> str:
+def write_weights(args: argparse.Namespace, folder: pathlib.Path) -> str:
   """Writes random weights of a model for 1,000 classes; returns the file."""
   model = models.get_model(args.model, num_classes=1000)
   init = jax.jit(functools.partial(model.init, train=False))
@@ -96,7 +96,7 @@ def rows(args: argparse.Namespace) -> list[dict]:
   _import_openvino()  # Fails here rather than after the exports.
   with tempfile.TemporaryDirectory() as temporary:
     folder = pathlib.Path(temporary)
-    weights = _write_weights(args, folder)
+    weights = write_weights(args, folder)
     shape = (args.batch, args.image_size, args.image_size, 3)
     images = np.random.RandomState(0).uniform(-1, 1, shape).astype(np.float32)
     float32 = _export(weights, folder, None)

@@ -19,6 +19,7 @@ from benchmarks import (
   explanations,
   patterns,
   pipeline,
+  predicting,
   sampling,
   start,
   timing,
@@ -153,8 +154,24 @@ def test_engines_take_turns(monkeypatch, tmp_path):
   assert all(row['median'] > 0 for row in rows)
 
 
+def test_predictions_of_photographs(monkeypatch, tmp_path, capsys):
+  def check_output(command, text):
+    exec(command[2])
+    return capsys.readouterr().out
+
+  monkeypatch.setattr(predicting, '_COUNTS', {(64, 48): 3})
+  monkeypatch.setattr(predicting, '_WORKERS', 0)
+  monkeypatch.setattr(predicting.subprocess, 'check_output', check_output)
+  flags = ('--only=predict', '--model=testing', '--image_size=32')
+  ours, timms, ratio = run(tmp_path, *flags)['results']['predict']
+  assert ours['name'] == 'testing, 64x48 JPEG: model.predict'
+  assert timms['name'] == 'timm'
+  assert ratio['median'] == pytest.approx(ours['median'] / timms['median'])
+  assert min(ours['peak_bytes'], timms['peak_bytes']) > 10**8
+
+
 def test_engines_are_timed_only_on_request(monkeypatch, tmp_path):
-  assert {*program.SECTIONS} - {*program.DEFAULT_SECTIONS} == {'engines'}
+  assert {*program.SECTIONS} - {*program.DEFAULT_SECTIONS} == {'predict', 'engines'}
   monkeypatch.setitem(sys.modules, 'openvino', None)  # Not installed.
   with pytest.raises(ImportError, match='pip install openvino.*--only'):
     run(tmp_path, '--only=engines', '--model=testing')
