@@ -5,7 +5,7 @@ r"""Times ViTs here and in timm, each program alone in a process of its own, on 
 Two programs that take turns within seconds disturb each other: after PyTorch has run, Linux
 takes longer to map huge pages for JAX. Here, the programs take turns as whole processes.
 A process warms up, and its speed is the median of three turns of two seconds. Prints a row
-per model, with the images per second of each round. Needs `pip install -e '.[test]'`.
+per mode, width, batch and type, with the images per second of each round. Needs `pip install -e '.[test]'`.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from vit_jax.commands import flags
 from vit_jax.configs import common, models
 
 _TURNS = 3
-_TIMM = {'timm': False, 'timm, torch.compile': True}
-PROGRAMS = ('vit_jax', *_TIMM)
+_COMPILED = {'timm': False, 'timm, torch.compile': True}
+PROGRAMS = ('vit_jax', *_COMPILED)
 
 
 def make_parser() -> flags.Parser:
@@ -47,12 +47,17 @@ def make_parser() -> flags.Parser:
 
 def _config(width: int, layers: int, patch: int, image_size: int) -> Any:
   """Returns the config of a ViT with heads of 32 channels, or 64 from width 384 on."""
+  head_width = 32 if width < 384 else 64
+  if width % head_width:
+    raise ValueError(
+      f'width={width} is not a multiple of {head_width}, the width of a head (--width)'
+    )
   config = common.get_config()
   config.model = models.get_config('ti16')
   config.model.hidden_size = width
   config.model.patches.size = (patch, patch)
   config.model.transformer.num_layers = layers
-  config.model.transformer.num_heads = width // (32 if width < 384 else 64)
+  config.model.transformer.num_heads = width // head_width
   config.model.transformer.mlp_dim = 4 * width
   config.pp.crop = image_size
   return config
@@ -68,14 +73,18 @@ def _timed(step: Callable[[int], Any], batch: int, seconds: float) -> float:
   return batch * count / statistics.median(times)
 
 
-def _ours(config: Any, mode: str, dtype: str, batch: int, seconds: float) -> float:
+def _time_ours(config: Any, mode: str, dtype: str, batch: int, seconds: float) -> float:
   """Returns the images per second of this package."""
   import jax
 
   from vit_jax.distributed import sharding
 
   args = argparse.Namespace(
-    config=config, dtype=dtype, batch=batch, image_size=config.pp.crop, beside='timm'
+    config=config,
+    dtype=dtype,
+    batch=batch,
+    image_size=config.pp.crop,
+    beside='timm',  # Without dropout, as timm's models.
   )
   mesh = sharding.make_mesh({'data': -1})
   with jax.set_mesh(mesh):
@@ -83,7 +92,7 @@ def _ours(config: Any, mode: str, dtype: str, batch: int, seconds: float) -> flo
     return _timed(step, batch, seconds)
 
 
-def _timms(
+def _time_timm(
   config: Any, mode: str, dtype: str, batch: int, seconds: float, compiled: bool
 ) -> float:
   """Returns the images per second of timm."""
@@ -113,10 +122,10 @@ def measure_one(
 ) -> None:
   """Prints the images per second of a program in this process; see `_config`."""
   config = _config(**model)
-  if program in _TIMM:
-    speed = _timms(config, mode, dtype, batch, seconds, _TIMM[program])
+  if program in _COMPILED:
+    speed = _time_timm(config, mode, dtype, batch, seconds, _COMPILED[program])
   else:
-    speed = _ours(config, mode, dtype, batch, seconds)
+    speed = _time_ours(config, mode, dtype, batch, seconds)
   print(json.dumps(speed))
 
 
@@ -131,6 +140,8 @@ def main(argv: Sequence[str] | None = None) -> None:
   """Times the programs and prints a table in Markdown."""
   args = make_parser().parse_args(argv)
   console.require('timm', 'test', 'this comparison')
+  for width in args.width:
+    _config(width, args.layers, args.patch, args.image_size)
   print(f'| img/s | {" | ".join(args.programs)} |')
   print('|---' * (1 + len(args.programs)) + '|')
   for mode, width, batch, dtype in itertools.product(
@@ -159,5 +170,5 @@ if __name__ == '__main__':
   console.use_huge_pages()
   try:
     main()
-  except (ValueError, ImportError) as e:
+  except (ValueError, ImportError, subprocess.CalledProcessError) as e:
     sys.exit(f'Error: {e}')

@@ -281,7 +281,12 @@ def _make_evaluators(
     evaluation = base.Evaluation(task, mesh, split, open_split, workdir)
     entries = run_evaluators.run_entries(task.config)
     instances = [entry.make(evaluation) for entry in entries if entry.is_in(name)]
-    evaluators[name] = base.sharing_passes(evaluation, instances)
+    finals = [x for x in instances if getattr(x, 'final', False)]
+    others = [x for x in instances if not getattr(x, 'final', False)]
+    evaluators[name] = [
+      *base.sharing_passes(evaluation, others),
+      *base.sharing_passes(evaluation, finals),
+    ]
   return evaluators
 
 

@@ -1,9 +1,11 @@
 """Tests of the splits on which a trained model is evaluated."""
 
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests import conftest, evaluations
@@ -11,6 +13,7 @@ from vit_jax import predict
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import base, evaluation, means, report
 from vit_jax.inference import engine
+from vit_jax.run import metrics
 
 
 @pytest.fixture(scope='module')
@@ -86,11 +89,65 @@ def test_the_outputs_of_a_shared_pass_are_computed_once(model):
   def flops(*evaluators):
     shared = base.Pass(data, [cls(data) for cls in evaluators])
     with jax.set_mesh(mesh):
-      compiled = shared.compute.lower(model.params, {}, batch).compile()
+      compiled = shared.program.lower(model.params, {}, batch).compile()
     return compiled.cost_analysis()['flops']
 
   single = flops(means.Means)
   assert single < flops(means.Means, report.Report) < 1.1 * single
+
+
+class Number(base.BatchEvaluator):
+  """Returns a number under a name, and what a batch had."""
+
+  metrics = types.MappingProxyType({'number': metrics.Metric()})
+
+  def compute(self, params, extra, batch):
+    return batch.pop('mask').sum()
+
+  def finish(self, results):
+    return {'number': float(sum(results))}
+
+
+class WithRun(Number):
+  def run(self, params, extra, stop):
+    return {'number': 5.0}
+
+
+class WithoutSuper(Number):
+  def __init__(self, evaluation):
+    pass
+
+
+def test_only_evaluators_that_look_at_each_batch_once_share(model):
+  mesh = sharding.mesh_of(model.params)
+  data, other_data = (evaluations.evaluation(model.task, mesh) for _ in range(2))
+  first, second, alone, other = (
+    Number(data),
+    Number(data),
+    WithRun(data),
+    Number(other_data),
+  )
+  shared, *rest = base.sharing_passes(data, [alone, first, other, second])
+  assert isinstance(shared, base.Pass)
+  assert rest == [alone, other]
+  assert base.sharing_passes(data, [alone]) == [alone]
+  with pytest.raises(ValueError, match=r'WithoutSuper.*super\(\).__init__\(evaluation'):
+    base.sharing_passes(data, [first, WithoutSuper(data)])
+
+
+def test_values_of_a_pass_have_different_names_and_count_images(model, monkeypatch):
+  data = evaluations.evaluation(model.task, sharding.mesh_of(model.params))
+  batches = [
+    {'mask': np.array([1, 1, 0], np.float32)}, {'mask': np.ones(3, np.float32)}
+  ]  # fmt: skip
+  monkeypatch.setattr(engine, 'split', lambda *args: map(args[3], batches))
+  found = Number(data).run({}, {})
+  assert (found['number'], found['num_examples']) == (5, 5)
+  with pytest.raises(ValueError, match=r"Number.finish: another .*\['number'\]"):
+    base.Pass(data, [Number(data), Number(data)]).run({}, {})
+  batches[:] = []
+  with pytest.raises(ValueError, match="split='test' has no images"):
+    Number(data).run({}, {})
 
 
 @pytest.mark.parametrize('form', ['mean', 'vectors'])

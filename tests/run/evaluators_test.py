@@ -17,6 +17,7 @@ from vit_jax.run import (
 
 MODULE = """
 from vit_jax.configs import schema
+from vit_jax.evaluators import base
 from vit_jax.run import metrics
 
 class Calibration:
@@ -36,6 +37,23 @@ class NoRun:
 
 class NoStop(Calibration):
   def run(self, params):
+    return {'ece': 0.125}
+
+class Reserved(Calibration):
+  metrics = {'num_examples': metrics.Metric()}
+
+class OfBatches(base.BatchEvaluator):
+  metrics = {'ece': metrics.Metric('%', low=True)}
+
+  def compute(self, params, batch):
+    return batch['mask'].sum()
+
+class Unfinished(OfBatches):
+  def compute(self, params, extra, batch):
+    return batch['mask'].sum()
+
+class WithoutBatch(OfBatches):
+  def finish(self, results):
     return {'ece': 0.125}
 
 class Names(Calibration):
@@ -136,6 +154,9 @@ def test_keys_of_probes_are_entries_too(config):
     ({'type': 'measures'}, r"evaluators.e.type='measures'.*'MODULE:CLASS'"),
     ({'type': 'measures:Ece'}, r'evaluators.e.type=.*no class Ece'),
     ({'type': 'measures:NoRun'}, r'evaluators.e.type=.*lacks run'),
+    ({'type': 'measures:Unfinished'}, r'lacks finish: .*BatchEvaluator'),
+    ({'type': 'measures:WithoutBatch'}, r'must be compute\(self, params, extra, batch'),
+    ({'type': 'measures:Reserved'}, r"evaluators.e .*'num_examples'.*another name"),
     (
       {'type': 'measures:NoStop'},
       r'evaluators.e.type=.*run\(self, params, extra, stop',

@@ -92,8 +92,8 @@ class BatchEvaluator(abc.ABC):
 
   Attributes:
     evaluation: the Evaluation.
-    per_process: whether each process gets only the results of its own images, since they
-      are large, instead of those of all images.
+    per_process: whether the results of `compute` are large arrays [B, ...], of which each
+      process gets the rows of its own images. By default, all processes get everything.
   """
 
   metrics: Any  # See Evaluator.
@@ -104,19 +104,24 @@ class BatchEvaluator(abc.ABC):
     self.evaluation = evaluation
 
   @abc.abstractmethod
-  def compute(self, params: Any, extra: Any, batch: Mapping[str, jax.Array]) -> Any:
+  def compute(self, params: Any, extra: Any, batch: dict[str, jax.Array]) -> Any:
     """Returns what is measured on a batch, a tree of arrays; JAX traces it.
 
-    Rows whose `mask` is 0 pad the last batch.
+    `batch` has the arrays [B, ...] of the task's `example`; `index`, int32 [B], the number
+    of the image in the split; and `mask`, float32 [B], which is 0 for padding.
     """
 
   def reduce(self, results: Any) -> Any:
-    """Returns what to keep of `compute`'s results for a batch, NumPy arrays."""
+    """Returns what to keep of the results for a batch, NumPy arrays, until `finish`."""
     return results
 
   @abc.abstractmethod
   def finish(self, results: Sequence[Any]) -> Mapping[str, float]:
-    """Returns the metrics from what `reduce` has returned for all batches."""
+    """Returns the metrics from what `reduce` has returned for all batches.
+
+    With `per_process`, it merges the results of all processes, several of which may have
+    the same image.
+    """
 
   @functools.cached_property
   def _alone(self) -> 'Pass':
@@ -132,8 +137,8 @@ class BatchEvaluator(abc.ABC):
 class Pass:
   """Evaluates a split by several BatchEvaluators of it, in one pass over its images.
 
-  One program, `compute`, measures a batch for all of them, so that XLA computes the outputs
-  of the model once.
+  One `program` measures a batch for all of them, so that XLA computes the outputs of the
+  model once.
   """
 
   def __init__(
@@ -141,16 +146,16 @@ class Pass:
   ) -> None:
     self._evaluation = evaluation
     self._evaluators = evaluators
-    self.final = evaluators[0].final
+    self.final = all(evaluator.final for evaluator in evaluators)
     replicated = sharding.replicated(evaluation.mesh)
     rows = sharding.batch_sharding(evaluation.mesh)
 
-    def compute(params: Any, extra: Any, batch: dict[str, jax.Array]) -> Any:
+    def program(params: Any, extra: Any, batch: dict[str, jax.Array]) -> Any:
       count = (batch['mask'] > 0).sum()
-      return count, [x.compute(params, extra, batch) for x in evaluators]
+      return count, [x.compute(params, extra, dict(batch)) for x in evaluators]
 
     shardings = [rows if x.per_process else replicated for x in evaluators]
-    self.compute = jax.jit(compute, out_shardings=(replicated, shardings))
+    self.program = jax.jit(program, out_shardings=(replicated, shardings))
 
   @property
   def metrics(self) -> Mapping[str, metrics_lib.Metric]:
@@ -163,51 +168,90 @@ class Pass:
   def run(
     self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never
   ) -> dict[str, float]:
-    """Returns what the evaluators do, `num_examples` and `img_sec_core`.
+    """Returns the values of all evaluators, `num_examples` and `img_sec_core`.
 
-    `img_sec_core` is images per second and device.
+    `img_sec_core` is images per second and device, without the first batch of each shape.
+    Raises ValueError if the split has no images, or an evaluator returns other values than
+    its metrics.
     """
-    start_time = time.perf_counter()
-    first_end = None
+    speed = _Speed()
 
-    def compute(batch: dict[str, jax.Array]) -> Any:
-      nonlocal first_end
-      results = self.compute(params, extra, batch)
-      if first_end is None:  # The first batch may compile, so it is not timed.
-        jax.block_until_ready(results)
-        first_end = time.perf_counter()
-      return results
+    def timed(batch: dict[str, jax.Array]) -> Any:
+      return speed.note(batch, lambda: self.program(params, extra, batch))
 
-    counts = []
-    kept: list[list[Any]] = [[] for _ in self._evaluators]
-    for count, results in self._evaluation.compute(compute, stop):
-      counts.append(int(count))
-      for evaluator, parts, part in zip(self._evaluators, kept, results):
-        parts.append(evaluator.reduce(part))
-    end_time = time.perf_counter()
-    speed = sum(counts) / (end_time - start_time)
-    if timed := sum(counts[1:]):
-      speed = timed / (end_time - first_end)
+    count = 0
+    reduced: list[list[Any]] = [[] for _ in self._evaluators]
+    for batch_count, results in self._evaluation.compute(timed, stop):
+      count += int(batch_count)
+      for evaluator, kept, part in zip(self._evaluators, reduced, results):
+        kept.append(evaluator.reduce(part))
+    per_second = speed.per_second(count)
+    if not count:
+      raise ValueError(
+        f"split='{self._evaluation.split}' has no images: evaluate another split (--split)"
+      )
     values: dict[str, float] = {}
-    for evaluator, parts in zip(self._evaluators, kept):
-      finished = evaluator.finish(parts)
-      run_evaluators.check_values(evaluator, 'finish', finished)
+    for evaluator, kept in zip(self._evaluators, reduced):
+      finished = evaluator.finish(kept)
+      run_evaluators.check_values(evaluator, 'finish', finished, values)
       values.update(finished)
-    values['num_examples'] = sum(counts)
-    values['img_sec_core'] = speed / self._evaluation.mesh.size
+    if not self.final:  # The other evaluators of the split have measured these.
+      values['num_examples'] = count
+      values['img_sec_core'] = per_second / self._evaluation.mesh.size
     return values
 
 
+class _Speed:
+  """Measures images per second, without the first batches of a shape, which compile."""
+
+  def __init__(self) -> None:
+    self._start_time = time.perf_counter()
+    self._shapes: set[tuple] = set()
+    self._first_seconds = 0.0
+    self._first_counts: list[jax.Array] = []
+
+  def note(self, batch: Mapping[str, jax.Array], compute: Callable[[], Any]) -> Any:
+    """Returns compute(), whose first element is the number of images."""
+    shapes = tuple(x.shape for x in batch.values())
+    if shapes in self._shapes:
+      return compute()
+    self._shapes.add(shapes)
+    start_time = time.perf_counter()
+    results = jax.block_until_ready(compute())
+    self._first_seconds += time.perf_counter() - start_time
+    self._first_counts.append(results[0])
+    return results
+
+  def per_second(self, count: int) -> float:
+    """Returns the speed until now, for `count` images; with compilation if no batch is left."""
+    seconds = time.perf_counter() - self._start_time
+    timed = count - sum(map(int, self._first_counts))
+    if timed:
+      return timed / (seconds - self._first_seconds)
+    return count / seconds
+
+
 def sharing_passes(evaluation: Evaluation, evaluators: Iterable[Any]) -> list[Any]:
-  """Returns evaluators of a split, with a Pass in place of the BatchEvaluators."""
-  shared: dict[bool, list[BatchEvaluator]] = {}
-  others = []
+  """Returns evaluators with one Pass, the first, for all BatchEvaluators of a split.
+
+  Evaluators with a `run` of their own, or of another split, remain.
+  """
+  shared, others = [], []
   for evaluator in evaluators:
-    if isinstance(evaluator, BatchEvaluator):
-      shared.setdefault(evaluator.final, []).append(evaluator)
-    else:
+    if not isinstance(evaluator, BatchEvaluator):
       others.append(evaluator)
-  return [*(Pass(evaluation, group) for group in shared.values()), *others]
+      continue
+    if not hasattr(evaluator, 'evaluation'):
+      name = type(evaluator).__name__
+      raise ValueError(
+        f'{name} has no `evaluation`: call super().__init__(evaluation) in its __init__'
+      )
+    runs_alone = type(evaluator).run is not BatchEvaluator.run
+    if runs_alone or evaluator.evaluation is not evaluation:
+      others.append(evaluator)
+    else:
+      shared.append(evaluator)
+  return [Pass(evaluation, shared), *others] if shared else others
 
 
 class Reporter(Evaluator, Protocol):

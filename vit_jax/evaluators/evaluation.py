@@ -53,10 +53,8 @@ def evaluate(
   """
   schema.check('split', split, schema.Split, '--')
   mesh = sharding.mesh_of(model.params)
-  # The model keeps its config.
-  config = model.config.copy_and_resolve_references()
-  task = copy.copy(model.task)
-  task.config = config
+  task = with_own_config(model.task)
+  config = task.config
   if predictions is not None:
     report_files.check_predictions(predictions)
   if report is not None:
@@ -80,6 +78,7 @@ def evaluate(
   open_split = functools.partial(_open_split, task, run_splits)
   evaluation = base.Evaluation(task, mesh, split, open_split)
   # All data are opened before anything is computed.
+  source = evaluation.source
   instances = [entry.make(evaluation) for entry in entries]
   values: dict[str, float] = {}
   metrics: dict[str, metrics_lib.Metric] = {}
@@ -100,7 +99,7 @@ def evaluate(
       'dataset': config.dataset,
       'split': split,
     }
-    _write_report(reporter, facts, evaluation.source, report, predictions)
+    _write_report(reporter, facts, source, report, predictions)
   return values
 
 
@@ -130,9 +129,9 @@ def calibrated(model: Any, split: str) -> Any:
   probabilities; for errors see `evaluate` and calibration.fit.
   """
   schema.check('calibrate', split, schema.Split, '--')
-  task = model.task
+  task = with_own_config(model.task)
   mesh = sharding.mesh_of(model.params)
-  report_lib.Report.metrics(model.config)  # Classifiers only.
+  report_lib.Report.metrics(task.config)  # Classifiers only.
   train = model.config.pp.train
   if slices.overlap(split, train):
     raise ValueError(
@@ -140,12 +139,12 @@ def calibrated(model: Any, split: str) -> Any:
       "too confident: use others, such as --calibrate='train[90%:]' after training with "
       "--config.pp.train='train[:90%]'"
     )
-  fit_batches(model.config, mesh)
+  fit_batches(task.config, mesh)
   open_split = functools.partial(_open_split, task, [])
   evaluation = base.Evaluation(task, mesh, split, open_split)
-  reporter = run_evaluators.report(model.config).make(evaluation)
-  reporter.run(model.params, model.extra)
-  outputs = reporter.outputs
+  collector = report_lib.Collector(evaluation)
+  collector.run(model.params, model.extra)
+  outputs = collector.outputs
   result = calibration.Calibration(
     calibration.fit(outputs.logits, outputs.labels, task.exclusive),
     model.step,
@@ -154,7 +153,7 @@ def calibrated(model: Any, split: str) -> Any:
   )
   calibration.store(model.workdir, result)
   console.log(f'Calibrated {model.workdir}: {result}.')
-  task = calibration.with_temperature(task, result.temperature)
+  task = calibration.with_temperature(model.task, result.temperature)
   calibrated_model = task.predictor(model.params, model.extra, model.step)
   calibrated_model.workdir = calibrated_model.origin = model.workdir
   return calibrated_model
@@ -250,6 +249,13 @@ def parse_options(texts: Sequence[str]) -> dict[str, str]:
       raise ValueError(f'--option={text} must be NAME=VALUE, such as tight=1')
     options[name] = value  # The task parses it by its own types.
   return options
+
+
+def with_own_config(task: Any) -> Any:
+  """Returns a task whose config can be changed; the model keeps its own."""
+  task = copy.copy(task)
+  task.config = task.config.copy_and_resolve_references()
+  return task
 
 
 def fit_batches(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> None:

@@ -21,7 +21,7 @@ class Means(base.BatchEvaluator):
     """Returns the metrics that the task of a config measures."""
     return run_config.get_task(config.task).METRICS
 
-  def compute(self, params: Any, extra: Any, batch: Mapping[str, jax.Array]) -> Any:
+  def compute(self, params: Any, extra: Any, batch: dict[str, jax.Array]) -> Any:
     """Returns {metric: (sum, weight)} over a batch."""
     return self.evaluation.task.measure(params, extra, batch)
 

@@ -131,6 +131,8 @@ def confusion(labels: np.ndarray, predicted: np.ndarray) -> np.ndarray:
   """Returns the number of images by true and predicted class, int64 [C, C]."""
   from sklearn import metrics  # Late: an extra.
 
+  if not len(labels):  # scikit-learn refuses these.
+    return np.zeros(2 * labels.shape[1:], np.int64)
   return metrics.confusion_matrix(
     labels.argmax(axis=1),
     predicted.argmax(axis=1),

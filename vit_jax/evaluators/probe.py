@@ -58,7 +58,8 @@ def probe(
     ValueError: if an argument or the data do not suit a probe; before anything is
       computed.
   """
-  config = model.config
+  task = evaluation.with_own_config(model.task)
+  config = task.config
   if not model.workdir and not options.get('dataset'):
     raise ValueError(
       'dataset is not set, and weights without a run have none: pass --dataset'
@@ -75,13 +76,13 @@ def probe(
   if not shots and not linear and not knn:
     raise ValueError('there are no probes: pass --shots, --linear or --knn')
   mesh = mesh or sharding.mesh_of(model.params)
-  layers = probes.select(model.task, layer)
+  layers = probes.select(task, layer)
   config.fewshot.update(shots=tuple(shots), knn=tuple(knn), layer=layers[-1], **options)
   run_config.check_values(config)
   evaluation.fit_batches(config, mesh)
   run_config.check_memory(config, jax.process_count())
   few_shot = probes.FewShot(
-    base.Evaluation(model.task, mesh),
+    base.Evaluation(task, mesh),
     layers=layers,
     drop_shots=drop_shots,
     **config.fewshot,

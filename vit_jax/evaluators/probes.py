@@ -395,9 +395,9 @@ def choose(
 ) -> np.ndarray:
   """Chooses `shots` examples of each class at random, int64 [classes, shots].
 
-  The choice depends only on the seed and the examples of the class; fewer shots are
-  the first columns of more. Labels are int [n], -1 for none. `skip_empty` leaves out
-  classes without an example.
+  The choice depends only on the seed, the class and its examples; fewer shots are the
+  first columns of more. Labels are int [n], -1 for none. `skip_empty` leaves out classes
+  without an example, so that those after them have other choices.
   """
   classes = np.arange(len(class_names))
   if skip_empty:

@@ -60,15 +60,28 @@ class Real(base.BatchEvaluator):
       )
     super().__init__(evaluation)
     self._source = evaluation.open_split(split, (FILE_NAME,)).evaluated
-    # Numbers of the images, int [n]; None until they are read from the data.
-    self._numbers: np.ndarray | None = None
-    if 'file_name' not in self._source.features:
+    if 'file_name' in self._source.features:
+      self._file_numbers = self._read_file_numbers()
+    else:
       names = map(self._source.name, range(self._source.num_examples))
-      self._numbers = np.array([_number(name) for name in names])
-      self._check(self._numbers)
+      self._file_numbers = np.array([_file_number(name) for name in names])
+    self._check()
+
+  def _read_file_numbers(self) -> np.ndarray:
+    """Reads the feature 'file_name' of all images, without decoding them."""
+    mesh = self.evaluation.mesh
+    columns = engine.collect(
+      self.evaluation.task.config,
+      mesh,
+      self._source,
+      _file_number_example,
+      engine.on_all_hosts(mesh, lambda batch: {'number': batch['number']}),
+      label='Reading the names of files',
+    )
+    return columns['number']
 
   def compute(
-    self, params: Any, extra: Any, batch: Mapping[str, jax.Array]
+    self, params: Any, extra: Any, batch: dict[str, jax.Array]
   ) -> dict[str, jax.Array]:
     """Returns the predicted classes of a batch."""
     logits = self.evaluation.task.outputs(params, extra, batch)  # [B, classes]
@@ -77,30 +90,12 @@ class Real(base.BatchEvaluator):
 
   def finish(self, results: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
     """Returns `accuracy_real` and `num_real`, see `score`."""
-    if self._numbers is None:
-      self._numbers = self._read_numbers()
-      self._check(self._numbers)
-    best = np.zeros(self._source.num_examples, np.int32)
-    for batch_results in results:
-      mask = batch_results['mask'] > 0
-      best[batch_results['index'][mask]] = batch_results['best'][mask]
-    return score(best, [self._labels[i - 1] for i in self._numbers])
+    labels = [self._labels[number - 1] for number in self._file_numbers]
+    return score(engine.in_order(results)['best'], labels)
 
-  def _read_numbers(self) -> np.ndarray:
-    """Reads the feature 'file_name' of all images, without decoding them."""
-    mesh = self.evaluation.mesh
-    columns = engine.collect(
-      self.evaluation.task.config,
-      mesh,
-      self._source,
-      _number_example,
-      engine.on_all_hosts(mesh, lambda batch: {'number': batch['number']}),
-      label='Reading the names of files',
-    )
-    return columns['number']
-
-  def _check(self, numbers: np.ndarray) -> None:
+  def _check(self) -> None:
     """Raises ValueError if an image cannot be matched."""
+    numbers = self._file_numbers
     rows = np.flatnonzero((numbers < 1) | (numbers > len(self._labels)))
     if len(rows):
       raise ValueError(
@@ -112,7 +107,7 @@ class Real(base.BatchEvaluator):
       )
 
 
-def _number_example(record: Mapping[str, Any], seed: Any) -> dict[str, Any]:
+def _file_number_example(record: Mapping[str, Any], seed: Any) -> dict[str, Any]:
   """Returns `number`, that of an image of ImageNet, or 0."""
   name = record['file_name']
   number = tf.cond(
@@ -125,7 +120,7 @@ def _number_example(record: Mapping[str, Any], seed: Any) -> dict[str, Any]:
   return {'number': number}
 
 
-def _number(name: str) -> int:
+def _file_number(name: str) -> int:
   """Returns the number in the path of an image of ImageNet, or 0."""
   match = re.fullmatch(_NUMBER, name.rpartition('/')[2])
   return int(match[1]) if match else 0

@@ -40,7 +40,7 @@ _TITLES = {
 class Outputs(NamedTuple):
   """What a classifier computes for a split, in the order of the split."""
 
-  numbers: np.ndarray  # Numbers of the images, int64 [n].
+  numbers: np.ndarray  # Numbers of the images, int32 [n].
   logits: np.ndarray  # float32 [n, C].
   labels: np.ndarray  # bool [n, C].
 
@@ -88,7 +88,37 @@ def probabilities_of(outputs: Outputs, task: Any) -> np.ndarray:
   return measures.probabilities(outputs.logits, task.exclusive, task.temperature)
 
 
-class Report(base.BatchEvaluator):
+NO_METRICS: dict[str, metrics_lib.Metric] = {}
+
+
+class Collector(base.BatchEvaluator):
+  """Keeps the outputs of a classifier for a split, and measures nothing."""
+
+  metrics: Any = NO_METRICS
+
+  def __init__(self, evaluation: base.Evaluation) -> None:
+    super().__init__(evaluation)
+    self.outputs: Outputs | None = None  # From the last run.
+
+  def compute(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+  ) -> dict[str, jax.Array]:
+    """Returns logits and labels of a batch."""
+    logits = self.evaluation.task.outputs(params, extra, batch)
+    return {
+      'logits': logits.astype(jnp.float32),
+      'label': batch['label'] > 0,
+      **engine.positions(batch),
+    }
+
+  def finish(self, results: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
+    """Keeps `outputs`."""
+    columns = engine.in_order(results)
+    self.outputs = Outputs(columns['index'], columns['logits'], columns['label'])
+    return {}
+
+
+class Report(Collector):
   """Measures a classifier: means over classes, ranking, agreement, calibration.
 
   `bins` is the number of bins of the calibration error. `classes` are names of classes
@@ -140,31 +170,11 @@ class Report(base.BatchEvaluator):
     super().__init__(evaluation)
     self._bins = bins
     self._classes = classes
-    self.outputs: Outputs | None = None  # Results of the last run.
     self.scores: Scores | None = None
-
-  def compute(
-    self, params: Any, extra: Any, batch: Mapping[str, jax.Array]
-  ) -> dict[str, jax.Array]:
-    """Returns logits and labels of a batch."""
-    logits = self.evaluation.task.outputs(params, extra, batch)
-    return {
-      'logits': logits.astype(jnp.float32),
-      'label': batch['label'] > 0,
-      **engine.positions(batch),
-    }
-
-  def reduce(self, results: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Removes padding."""
-    return engine.take(results, results['mask'] > 0)
 
   def finish(self, results: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
     """Returns the metrics, and keeps `outputs` and `scores` for the report."""
-    columns = [
-      np.concatenate([x[name] for x in results])
-      for name in ('index', 'logits', 'label')
-    ]
-    self.outputs = Outputs(*engine.take(columns, np.argsort(columns[0])))
+    super().finish(results)
     task = self.evaluation.task
     self.scores = score(self.outputs, task, self._bins)
     values = dict(self.scores.overall)

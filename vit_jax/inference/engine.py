@@ -175,6 +175,18 @@ def positions(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
   return {'index': batch['index'], 'mask': batch['mask']}
 
 
+def in_order(batches: Iterable[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+  """Returns arrays [n, ...] of all images, in the order of their numbers.
+
+  `batches` are dicts of arrays [B, ...], with `index` and `mask`; images with a mask of 0
+  are left out, and of several with the same number, only the first is kept.
+  """
+  parts = [take(batch, batch['mask'] > 0) for batch in batches]
+  columns = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+  _, first_rows = np.unique(columns['index'], return_index=True)
+  return take(columns, first_rows)
+
+
 def split(
   task: Any,
   source: records.Source,

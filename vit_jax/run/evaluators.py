@@ -6,7 +6,7 @@ All are entries of the same form. `config.evaluators` has entries by name, such 
 package. vit_jax/evaluators/base.py describes the classes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 import dataclasses
 import inspect
 from typing import Any
@@ -19,6 +19,15 @@ from vit_jax.configs import schema
 from vit_jax.run import config as run_config, metrics as metrics_lib
 
 Metrics = Mapping[str, metrics_lib.Metric]
+# Method of an evaluator, see vit_jax/evaluators/base.py -> its arguments.
+_METHODS = {
+  'run': ('self', 'params', 'extra', 'stop'),
+  'compute': ('self', 'params', 'extra', 'batch'),
+  'reduce': ('self', 'results'),
+  'finish': ('self', 'results'),
+}
+# Values that every evaluation has.
+_RESERVED = ('num_examples', 'img_sec_core')
 # Evaluators that have keys of their own.
 _FEW_SHOT = 'vit_jax.evaluators.probes:FewShot'
 _LAYER_PROBE = 'vit_jax.evaluators.probes:LayerProbe'
@@ -129,21 +138,23 @@ def _parse(key: str, fields: Mapping[str, Any]) -> Entry:
   arguments = {name: _plain(value) for name, value in fields.items()}
   setting = f"{key}.type='{fields['type']}'"
   cls = run_config.get_evaluator(key, arguments.pop('type'))
-  names = {name for name in ('metrics', 'run') if not hasattr(cls, name)}
-  names |= getattr(cls, '__abstractmethods__', frozenset())
-  if names:
+  lacking = {name for name in ('metrics', 'run') if not hasattr(cls, name)}
+  lacking |= getattr(cls, '__abstractmethods__', frozenset())
+  if lacking:
     raise ValueError(
-      f'{setting} lacks {", ".join(sorted(names))}: an evaluator needs `metrics`, and '
+      f'{setting} lacks {", ".join(sorted(lacking))}: an evaluator needs `metrics`, and '
       '`compute` and `finish` of vit_jax.evaluators.base.BatchEvaluator, from which it '
       f'inherits, or `run` (config.{key}.type)'
     )
-  try:
-    inspect.signature(cls.run).bind(None, None, None, None)
-  except TypeError as e:
-    raise ValueError(
-      f'{setting}: its method must be run(self, params, extra, stop): {e} '
-      f'(config.{key}.type)'
-    ) from e
+  for name, names in _METHODS.items():
+    try:
+      if hasattr(cls, name):
+        inspect.signature(getattr(cls, name)).bind(*names)
+    except TypeError as e:
+      raise ValueError(
+        f'{setting}: its method must be {name}({", ".join(names)}): {e} '
+        f'(config.{key}.type)'
+      ) from e
   evals = arguments.pop('evals', None)
   schema.check(f'{key}.evals', evals, tuple[str, ...] | None)
   _check_arguments(key, setting, cls, arguments)
@@ -186,18 +197,27 @@ def run(
   return values
 
 
-def check_values(evaluator: Any, method: str, values: Any) -> None:
-  """Raises ValueError unless the result of a method has a number for each metric."""
-  form = (
-    f'return a dict with a number for each of {[*evaluator.metrics]} (a task: from '
-    '`measure`)'
-  )
+def check_values(
+  evaluator: Any, method: str, values: Any, others: Collection[str] = ()
+) -> None:
+  """Raises ValueError unless the result of a method has a number for each metric.
+
+  `others` are names of values that other evaluators have returned. The metrics of an
+  evaluator that no Entry has made may be unknown, a function.
+  """
+  metrics = [] if callable(evaluator.metrics) else [*evaluator.metrics]
+  form = f'return a dict with a number for each of {metrics} (a task: from `measure`)'
   name = f'{type(evaluator).__name__}.{method}'
   if not isinstance(values, Mapping) or any(map(np.ndim, values.values())):
     raise ValueError(f'{method}={values!r:.200}, the result of {name}: {form}')
-  if missing := sorted(evaluator.metrics.keys() - values.keys()):
+  if missing := sorted(set(metrics) - values.keys()):
     raise ValueError(
       f'{method}={[*values]}, the result of {name}, lacks {missing}: {form}'
+    )
+  if repeated := sorted(values.keys() & set(others)):
+    raise ValueError(
+      f'{method}={[*values]}, the result of {name}: another evaluator returns '
+      f'{repeated} too, use other names'
     )
 
 
@@ -268,6 +288,11 @@ def check_entries(entries: Sequence[Entry], config: ml_collections.ConfigDict) -
   measured_by: dict[str, str] = {}
   for entry in entries:
     for metric in _checked_metrics(entry, config):
+      if metric in _RESERVED:
+        raise ValueError(
+          f"{entry.key} measures '{metric}', which every evaluation has: choose another "
+          f'name (config.{entry.key})'
+        )
       if metric in measured_by:
         raise ValueError(
           f"{measured_by[metric]} and {entry.key} measure the same metric '{metric}': "

@@ -167,7 +167,6 @@ class Run:
       try:
         finals = (False, True) if was_done else (False,)
         metrics = self._measure(params, stop, finals)
-        self._check_best_metric(metrics)
         self._note_progress(metrics)
         if self.done and not was_done:
           metrics |= self._measure(params, stop, (True,))
@@ -186,15 +185,6 @@ class Run:
       + metrics_lib.format_metrics(metrics, kinds)
     )
     return metrics
-
-  def _check_best_metric(self, metrics: Mapping[str, Any]) -> None:
-    """Raises ValueError unless the evaluators have returned the best metric."""
-    best_metric = self.config.best_metric
-    if best_metric not in metrics:
-      raise ValueError(
-        f"best_metric='{best_metric}' is not among the values that the evaluators "
-        f'returned, {", ".join(metrics)}: return it from `run` (config.best_metric)'
-      )
 
   def _note_progress(self, metrics: Mapping[str, Any]) -> None:
     """Adds an evaluation for early stopping; all processes take the first's value."""

@@ -178,7 +178,7 @@ def paths_of(data):
 
 def test_quality_and_precision_match_the_definition_and_pycocotools(data, color_task):
   task, predictor = color_task
-  metrics = evaluate(task, pq.PanopticQuality, mask_ap.MaskAveragePrecision)
+  metrics = evaluate(task, mask_ap.PanopticQualityAndPrecision)
   assert metrics['num_examples'] == 5
 
   images = []

@@ -144,7 +144,8 @@ def test_the_confusion_matrix_is_that_of_scikit_learn():
       true[i][mask], predicted[i][mask], labels=range(5)
     )
     np.testing.assert_array_equal(counts[i], expected)
-  measures = scores.measure(np.sum(counts, axis=0), np.zeros((3, 5)))
+  counts = np.sum(scores.pixel_counts(counts), axis=0)
+  measures = scores.measure(counts, np.zeros((3, 5)))
   assert np.isnan(measures['iou'][4])  # The fifth class never occurs.
   mask = true >= 0
   expected = metrics.jaccard_score(true[mask], predicted[mask], average=None)

@@ -28,7 +28,7 @@ _IN_JPEG = r'Exif(\x00\x00)'
 _IN_OTHERS = 'eXIf|EXIF'  # In PNG and in WebP.
 # EXIF data come first in a JPEG (CIPA DC-008, 4.5.4); a search of all of a large file
 # takes a tenth of the time of decoding it.
-_JPEG_HEAD = 1 << 18  # Bytes.
+_JPEG_HEAD = 1 << 19  # Bytes.
 
 
 @image_files.traced

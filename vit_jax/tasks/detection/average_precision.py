@@ -47,7 +47,7 @@ class AveragePrecision(base.BatchEvaluator):
     super().__init__(evaluation)
 
   def compute(
-    self, params: Any, extra: Any, batch: Mapping[str, jax.Array]
+    self, params: Any, extra: Any, batch: dict[str, jax.Array]
   ) -> dict[str, Any]:
     """Returns the detections in a batch, and the truth."""
     task = self.evaluation.task
@@ -57,12 +57,11 @@ class AveragePrecision(base.BatchEvaluator):
 
   def finish(self, results: Sequence[Any]) -> dict[str, float]:
     """Returns NAMES, see `average_precision`."""
-    rows: dict[int, Any] = {}
-    for batch_results in results:
-      rows.update(engine.rows(batch_results))
+    images = engine.in_order(results)
+    rows = [engine.take(images, i) for i in range(len(images['index']))]
     truth, detections = [], []
-    for i in sorted(rows, key=lambda i: (image_id(rows[i]), i)):
-      image_truth, image_detections = _in_pixels(rows[i])
+    for row in sorted(rows, key=image_id):
+      image_truth, image_detections = _in_pixels(row)
       truth.append(image_truth)
       detections.append(image_detections)
     return average_precision(truth, detections, len(self.evaluation.task.class_names))

@@ -8,36 +8,35 @@ are the things of panoptic annotations, which do not overlap.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import jax
 import msgspec
 import numpy as np
 
 from vit_jax.distributed import sharding
-from vit_jax.evaluators import base
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.tasks.detection import average_precision as ap, panoptic_quality as pq
 
 _PREFIX = 'mask_'  # Begins the names of the metrics.
-_TRUTH = ('image_id', 'area', 'size', *pq.TRUTH)
 
 
-METRICS = {_PREFIX + name: metrics_lib.Metric() for name in ap.NAMES}
+METRICS = {
+  **pq.PanopticQuality.metrics,
+  **{_PREFIX + name: metrics_lib.Metric() for name in ap.NAMES},
+}
 
 
-class MaskAveragePrecision(base.BatchEvaluator):
-  """Evaluates a vit_jax.tasks.detection.segment.Task with `candidates` on a split."""
+class PanopticQualityAndPrecision(pq.PanopticQuality):
+  """Also evaluates the `candidates` of a vit_jax.tasks.detection.segment.Task."""
 
+  TRUTH: ClassVar[tuple[str, ...]] = (
+    *pq.PanopticQuality.TRUTH,
+    'image_id',
+    'area',
+    'size',
+  )
   metrics = METRICS
-  per_process: ClassVar[bool] = True
 
-  def compute(
-    self, params: Any, extra: Any, batch: Mapping[str, jax.Array]
-  ) -> pq.MasksAndTruth:
-    """Returns the masks of a batch, and the truth."""
-    return pq.masks_and_truth(self.evaluation.task, _TRUTH, params, extra, batch)
-
-  def reduce(self, results: pq.MasksAndTruth) -> dict[int, Any]:
-    """Returns the comparison of each image of this process, by its number."""
+  def reduce(self, results: pq.MasksAndTruth) -> tuple[Any, dict[int, Any]]:
+    """Returns the counts and the comparison of each image of this process."""
     masks, truth = results
     task = self.evaluation.task
     rows = {}
@@ -46,12 +45,13 @@ class MaskAveragePrecision(base.BatchEvaluator):
       size = tuple(row['truth_size'].tolist())
       candidates = task.candidates(masks, i, size)
       rows[int(row['index'])] = compare(row, task.is_thing, candidates)
-    return rows
+    return super().reduce(results), rows
 
-  def finish(self, results: Sequence[dict[int, Any]]) -> dict[str, float]:
-    """Returns the metrics, see average_precision.NAMES."""
+  def finish(self, results: Sequence[tuple[Any, dict[int, Any]]]) -> dict[str, float]:
+    """Returns the metrics, those of average_precision.NAMES for masks."""
+    quality = super().finish([counts for counts, _ in results])
     rows: dict[int, Any] = {}
-    for batch_rows in results:
+    for _, batch_rows in results:
       rows.update(batch_rows)
     content = msgspec.msgpack.encode(rows)
     merged: dict[int, Any] = {}  # An image that several processes have counts once.
@@ -59,13 +59,13 @@ class MaskAveragePrecision(base.BatchEvaluator):
       merged.update(msgspec.msgpack.decode(part, type=dict[int, Any]))
     order = sorted(merged, key=lambda i: (merged[i]['image_id'], i))
     images = [merged[i] for i in order]
-    values = ap.average_precision(
+    precision = ap.average_precision(
       [image['truth'] for image in images],
       [image['detections'] for image in images],
       len(self.evaluation.task.class_names),
       [image['overlaps'] for image in images],
     )
-    return {_PREFIX + name: value for name, value in values.items()}
+    return {**quality, **{_PREFIX + name: value for name, value in precision.items()}}
 
 
 def compare(

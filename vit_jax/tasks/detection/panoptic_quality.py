@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeAlias
 import jax
 import numpy as np
 
-from vit_jax.distributed import processes
+from vit_jax.distributed import processes, sharding
 from vit_jax.evaluators import base
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.tasks.detection import segments as segments_lib
@@ -33,10 +33,6 @@ NAMES = (
   'SQ_stuff',
   'RQ_stuff',
 )
-# Tensors of the task's `example` that describe the true segments.
-TRUTH = ('index', 'mask', 'label', 'crowd', 'truth_size', 'truth_segments')
-
-
 # Arrays [B, ...] by name.
 MasksAndTruth: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
 
@@ -44,16 +40,27 @@ MasksAndTruth: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
 class PanopticQuality(base.BatchEvaluator):
   """Evaluates a vit_jax.tasks.detection.segment.Task with masks on a split."""
 
+  # Tensors of the task's `example` that describe the true segments.
+  TRUTH: ClassVar[tuple[str, ...]] = (
+    'index',
+    'mask',
+    'label',
+    'crowd',
+    'truth_size',
+    'truth_segments',
+  )
   metrics = dict.fromkeys(NAMES, metrics_lib.Metric())
   per_process: ClassVar[bool] = True
 
   def compute(
-    self, params: Any, extra: Any, batch: Mapping[str, jax.Array]
+    self, params: Any, extra: Any, batch: dict[str, jax.Array]
   ) -> MasksAndTruth:
     """Returns the masks of a batch, and the truth."""
-    return masks_and_truth(self.evaluation.task, TRUTH, params, extra, batch)
+    task = self.evaluation.task
+    masks = task.masks(task.outputs(params, extra, batch), batch)
+    return masks, {name: batch[name] for name in self.TRUTH}
 
-  def reduce(self, results: MasksAndTruth) -> dict[int, np.ndarray]:
+  def reduce(self, results: MasksAndTruth) -> Any:
     """Returns the counts of each image of this process, by its number."""
     masks, truth = results
     task = self.evaluation.task
@@ -70,25 +77,13 @@ class PanopticQuality(base.BatchEvaluator):
       )
     return counts
 
-  def finish(self, results: Sequence[dict[int, np.ndarray]]) -> dict[str, float]:
+  def finish(self, results: Sequence[Any]) -> dict[str, float]:
     """Returns NAMES, see `panoptic_quality`."""
     counts: dict[int, np.ndarray] = {}
     for batch_counts in results:
       counts.update(batch_counts)
     is_thing = self.evaluation.task.is_thing
     return panoptic_quality(add_up(counts, len(is_thing)), is_thing)
-
-
-def masks_and_truth(
-  task: Any,
-  names: Sequence[str],
-  params: Any,
-  extra: Any,
-  batch: Mapping[str, jax.Array],
-) -> MasksAndTruth:
-  """Returns the task's `masks` of a batch, and the tensors of these names."""
-  masks = task.masks(task.outputs(params, extra, batch), batch)
-  return masks, {name: batch[name] for name in names}
 
 
 def add_up(counts: Mapping[int, np.ndarray], num_classes: int) -> np.ndarray:
@@ -103,8 +98,10 @@ def add_up(counts: Mapping[int, np.ndarray], num_classes: int) -> np.ndarray:
   Returns:
     The sum, float64 [4, C].
   """
-  numbers = processes.attempt('the images compared', lambda: sorted(counts))
-  earlier_numbers = set().union(*numbers[: jax.process_index()])
+  numbers = sharding.gather_bytes(np.array([*counts], np.int64).tobytes())
+  earlier_numbers: set[int] = set()
+  for content in numbers[: jax.process_index()]:
+    earlier_numbers.update(np.frombuffer(content, np.int64).tolist())
   total = np.zeros((4, num_classes))
   for number in sorted(counts):
     if number not in earlier_numbers:

@@ -128,12 +128,6 @@ def measure(
   return metrics
 
 
-class _Means(means.Means):
-  """Means whose metrics depend on the number of classes."""
-
-  metrics: Any = None
-
-
 class ZeroShot:
   """Measures the accuracy of zero-shot classification; nothing without labels."""
 
@@ -145,8 +139,7 @@ class ZeroShot:
     self._names = task.words_of(class_names) if class_names else ()
     self._embed = Embedder(task, evaluation.mesh)
     self.metrics = metrics_of(len(self._names))
-    self._means = _Means(evaluation)
-    self._means.metrics = self.metrics
+    self._means = means.Means(evaluation)
 
   def run(
     self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never

@@ -86,7 +86,7 @@ class Report(base.BatchEvaluator):
     self.scores: dict[str, dict[str, float]] = {}  # By target.
 
   def compute(
-    self, params: Any, extra: Any, batch: Mapping[str, jax.Array]
+    self, params: Any, extra: Any, batch: dict[str, jax.Array]
   ) -> dict[str, jax.Array]:
     """Returns outputs, targets and losses of a batch."""
     task = self.evaluation.task
@@ -113,25 +113,20 @@ class Report(base.BatchEvaluator):
 
   def _in_order(self, results: Sequence[Mapping[str, np.ndarray]]) -> Outputs:
     """Returns the predictions of all batches in the order of the images."""
-    rows: dict[int, Any] = {}
-    for batch_results in results:
-      rows.update(engine.rows(batch_results))
-    numbers = sorted(rows)
-    arrays = {}
-    for name in ('outputs', 'target', 'losses'):
-      arrays[name] = np.stack([rows[number][name] for number in numbers])
-    if not np.isfinite(arrays['target']).all():
-      row = np.isfinite(arrays['target']).all(axis=1).argmin()
-      name = self.evaluation.source.evaluated.name(numbers[row])
+    columns = engine.in_order(results)
+    is_finite = np.isfinite(columns['target']).all(axis=1)
+    if not is_finite.all():
+      number = int(columns['index'][is_finite.argmin()])
+      name = self.evaluation.source.evaluated.name(number)
       raise ValueError(
         f"a target of '{name}' is not finite: correct it, or leave it out"
       )
     task = self.evaluation.task
     return Outputs(
-      np.array(numbers),
-      task.values(arrays['outputs']),
-      task.values(arrays['target']),
-      arrays['losses'],
+      columns['index'],
+      task.values(columns['outputs']),
+      task.values(columns['target']),
+      columns['losses'],
     )
 
   def _means(self, column: str | None = None) -> dict[str, float]:

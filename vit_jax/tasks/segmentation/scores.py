@@ -9,10 +9,11 @@ their height and width.
 
 from collections.abc import Mapping, Sequence
 import json
-from typing import Any, NamedTuple
+from typing import Any
 
 from etils import epath
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.data import records
@@ -31,20 +32,19 @@ METRICS = {
 }
 
 
-def measure(confusion: np.ndarray, boundary: np.ndarray) -> dict[str, Any]:
-  """Returns the measures of a confusion matrix, shares from 0 to 1.
+def measure(counts: np.ndarray, boundary: np.ndarray) -> dict[str, Any]:
+  """Returns the measures of numbers of pixels, shares from 0 to 1.
 
   Args:
-    confusion: numbers of pixels by true and predicted class, [C, C].
-    boundary: numbers of pixels in boundary regions, [3, C], see boundaries.counts.
+    counts: by class, the pixels that are right, true and predicted, [3, C].
+    boundary: the same in boundary regions, see boundaries.counts.
 
   Returns:
     `miou`, `boundary_iou`, `pixel_accuracy`, `mean_accuracy`, and by class, float64 [C],
     `iou` and `class_boundary_iou`, nan for classes that neither occur nor are predicted,
     and `accuracy`, nan for those that do not occur.
   """
-  confusion = np.asarray(confusion, np.float64)
-  hits, true, predicted = _pixel_counts(confusion)
+  hits, true, predicted = np.asarray(counts, np.float64)
   iou = _iou(hits, true, predicted)
   boundary_iou = _iou(*np.asarray(boundary, np.float64))
   accuracy = np.where(true > 0, hits / np.maximum(true, 1), np.nan)
@@ -59,9 +59,13 @@ def measure(confusion: np.ndarray, boundary: np.ndarray) -> dict[str, Any]:
   }
 
 
-def _pixel_counts(confusion: np.ndarray) -> np.ndarray:
-  """Returns the pixels of each class that are right, true and predicted, [3, C]."""
-  return np.stack([np.diag(confusion), confusion.sum(axis=1), confusion.sum(axis=0)])
+def pixel_counts(confusion: jax.Array) -> jax.Array:
+  """Returns the pixels of each class that are right, true and predicted.
+
+  Maps numbers of pixels by true and predicted class, [B, C, C], to [B, 3, C].
+  """
+  hits = jnp.diagonal(confusion, axis1=1, axis2=2)
+  return jnp.stack([hits, confusion.sum(axis=2), confusion.sum(axis=1)], axis=1)
 
 
 def _pixel_accuracy(hits: np.ndarray, true: np.ndarray) -> float:
@@ -81,15 +85,6 @@ def _mean(values: np.ndarray) -> float:
   return float(values.mean()) if len(values) else np.nan
 
 
-class _Counts(NamedTuple):
-  """Sums over the images of a batch, see `measure`, and the pixel counts of each."""
-
-  confusion: np.ndarray
-  boundary: np.ndarray
-  losses: np.ndarray  # Sum and weight, float64 [2].
-  by_image: dict[int, np.ndarray]
-
-
 class Iou(base.BatchEvaluator):
   """Measures a segment_semantic.Task: its evaluator, and `vit_jax evaluate --report`."""
 
@@ -102,7 +97,7 @@ class Iou(base.BatchEvaluator):
     self.measures: dict[str, Any] = {}
 
   def compute(
-    self, params: Any, extra: Any, batch: Mapping[str, jax.Array]
+    self, params: Any, extra: Any, batch: dict[str, jax.Array]
   ) -> dict[str, jax.Array]:
     """Returns pixel counts and losses of each image of a batch."""
     task = self.evaluation.task
@@ -112,35 +107,23 @@ class Iou(base.BatchEvaluator):
       task.head, outputs, batch['size'], truth
     )
     num_classes = len(task.class_names)
+    confusion = class_maps.confusion(truth, predicted, num_classes)
     return {
-      'counts': class_maps.confusion(truth, predicted, num_classes),
+      'counts': pixel_counts(confusion),
       'boundary': boundaries.counts(truth, predicted, batch['size'], num_classes),
       'losses': losses,
       **engine.positions(batch),
     }
 
-  def reduce(self, results: Mapping[str, np.ndarray]) -> _Counts:
-    """Adds up the counts of a batch."""
-    real = engine.take(results, results['mask'] > 0)
-    counts = real['counts'].astype(np.int64)
-    by_image = {}
-    for number, confusion in zip(real['index'].tolist(), counts):
-      by_image[number] = _pixel_counts(confusion)
-    boundary = real['boundary'].sum(axis=0, dtype=np.int64)
-    losses = real['losses'].sum(axis=0, dtype=np.float64)
-    return _Counts(counts.sum(axis=0), boundary, losses, by_image)
-
-  def finish(self, results: Sequence[_Counts]) -> dict[str, float]:
+  def finish(self, results: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
     """Returns METRICS, and keeps what the report needs."""
-    self._by_image = {}
-    for counts in results:
-      self._by_image.update(counts.by_image)
-    self.measures = measure(
-      sum(counts.confusion for counts in results),
-      sum(counts.boundary for counts in results),
-    )
+    columns = engine.in_order(results)
+    counts = columns['counts'].astype(np.int64)  # [n, 3, C]
+    self._by_image = dict(zip(columns['index'].tolist(), counts))
+    boundary = columns['boundary'].sum(axis=0, dtype=np.int64)
+    self.measures = measure(counts.sum(axis=0), boundary)
     values = {name: self.measures[name] for name in METRICS if name != 'loss'}
-    loss, weight = sum(counts.losses for counts in results)
+    loss, weight = columns['losses'].sum(axis=0, dtype=np.float64)
     values['loss'] = float(loss / weight) if weight else np.nan
     return values
 

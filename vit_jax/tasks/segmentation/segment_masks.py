@@ -24,7 +24,6 @@ from vit_jax.tasks.detection import (
   boxes as boxes_lib,
   mask_average_precision as mask_ap,
   matching,
-  panoptic_quality as pq,
   segment,
   segments as segments_lib,
 )
@@ -239,7 +238,7 @@ class Task(segment.Task):
   @classmethod
   def evaluators(cls, config: ml_collections.ConfigDict) -> list[type]:
     evaluators = super().evaluators(config)
-    return [*evaluators, pq.PanopticQuality, mask_ap.MaskAveragePrecision]
+    return [*evaluators, mask_ap.PanopticQualityAndPrecision]
 
   def predictor(self, params: Any, extra: Any, step: int) -> predictor_lib.Predictor:
     return predicting_masks.Segmenter(self, params, extra, step)
