@@ -10,7 +10,6 @@ read with Pillow, and the model in inference mode. Needs `pip install -e '.[test
 import argparse
 import json
 import pathlib
-import resource
 import subprocess
 import sys
 import tempfile
@@ -75,10 +74,8 @@ _PROGRAMS = {'vit_jax': _ours, 'timm': _timms}
 
 
 def measure_one(program: str, folder: str, model: str, weights: str, size: int) -> None:
-  """Prints the images per second of a program, and the peak of its memory in bytes."""
-  speed = _PROGRAMS[program](_paths(folder), model, weights, size)
-  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-  print(json.dumps([speed, peak]))
+  """Prints the images per second of a program in this process."""
+  print(json.dumps(_PROGRAMS[program](_paths(folder), model, weights, size)))
 
 
 def rows(args: argparse.Namespace) -> list[dict]:
@@ -91,21 +88,15 @@ def rows(args: argparse.Namespace) -> list[dict]:
       folder = f'{temporary}/{width}'
       pipeline.photographs(pathlib.Path(folder), (width, height), count)
       speeds: dict[str, list[float]] = {program: [] for program in _PROGRAMS}
-      peaks = dict.fromkeys(_PROGRAMS, 0)
       for _ in range(args.repeats):
         for program in _PROGRAMS:
           arguments = program, folder, args.model, weights, args.image_size
           call = f'predicting.measure_one(*{arguments!r})'
           command = [sys.executable, '-c', f'from benchmarks import predicting; {call}']
           output = subprocess.check_output(command, text=True)
-          speed, peak = json.loads(output.splitlines()[-1])
-          speeds[program].append(speed)
-          peaks[program] = max(peaks[program], peak)
+          speeds[program].append(json.loads(output.splitlines()[-1]))
       title = f'{args.model}, {width}x{height} JPEG'
-      compared = timing.compared(
+      table += timing.compared(
         f'{title}: model.predict', speeds['vit_jax'], 'timm', speeds['timm'], 'img/s'
       )
-      for row, peak in zip(compared, peaks.values()):
-        row['peak_bytes'] = peak
-      table += compared
   return table

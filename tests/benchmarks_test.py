@@ -167,7 +167,6 @@ def test_predictions_of_photographs(monkeypatch, tmp_path, capsys):
   assert ours['name'] == 'testing, 64x48 JPEG: model.predict'
   assert timms['name'] == 'timm'
   assert ratio['median'] == pytest.approx(ours['median'] / timms['median'])
-  assert min(ours['peak_bytes'], timms['peak_bytes']) > 10**8
 
 
 def test_engines_are_timed_only_on_request(monkeypatch, tmp_path):
