@@ -24,8 +24,8 @@ from vit_jax.commands import flags
 from vit_jax.configs import common, models
 
 _TURNS = 3
-_COMPILED = {'timm': False, 'timm, torch.compile': True}
-PROGRAMS = ('vit_jax', *_COMPILED)
+_COMPILED = {'timm': False, 'timm_compiled': True}
+PROGRAMS = ('ours', *_COMPILED)
 
 
 def make_parser() -> flags.Parser:

@@ -187,7 +187,7 @@ def test_sampling_comparison(monkeypatch, tmp_path):
   assert ratio['median'] == pytest.approx(ours['median'] / other['median'])
 
 
-@pytest.mark.parametrize('name', ['vit_jax', 'timm'])
+@pytest.mark.parametrize('name', ['ours', 'timm'])
 @pytest.mark.parametrize('mode', ['train', 'infer'])
 def test_a_program_is_timed_in_its_process(name, mode, capsys):
   sizes = {'width': 32, 'layers': 1, 'patch': 14, 'image_size': 28}
@@ -203,9 +203,9 @@ def test_programs_take_turns_as_processes(monkeypatch, capsys):
     return 1000.0 * batch + len(calls)
 
   monkeypatch.setattr(alone, '_in_a_process', speed)
-  programs = ('--programs', 'vit_jax', 'timm')
+  programs = ('--programs', 'ours', 'timm')
   alone.main(['--rounds=2', '--modes', 'train', '--batch', '2', '3', *programs])
-  assert calls == 4 * ['vit_jax', 'timm']
+  assert calls == 4 * ['ours', 'timm']
   *_, first, second = capsys.readouterr().out.splitlines()
   assert first.endswith('batch 2, float32 | 2,001, 2,003 | 2,002, 2,004 |')
   assert second.endswith('batch 3, float32 | 3,005, 3,007 | 3,006, 3,008 |')
